@@ -1,0 +1,25 @@
+"""Mixture-of-Experts decode for JAX on NVIDIA GPUs: warp decode and the paths around it."""
+
+from jax_warp_decode.activations import ACTIVATIONS
+from jax_warp_decode.choose import STRATEGIES, Choice, available_strategies, choose
+from jax_warp_decode.errors import ArgumentError, CheckpointError, UnsupportedError
+from jax_warp_decode.experts import ExpertWeights
+from jax_warp_decode.formats import FORMATS, QuantizedArray, dequantize, quantize
+from jax_warp_decode.kernels import moe_down_3d_batched, moe_gate_up_3d_batched
+from jax_warp_decode.moe import moe
+from jax_warp_decode.routing import Routing, route
+
+__version__ = "0.1.0"
+
+__all__ = [
+    # the op and its arguments
+    "moe", "route", "Routing", "ExpertWeights", "ACTIVATIONS",
+    # number formats
+    "FORMATS", "QuantizedArray", "quantize", "dequantize",
+    # strategies
+    "STRATEGIES", "Choice", "choose", "available_strategies",
+    # the kernels themselves
+    "moe_gate_up_3d_batched", "moe_down_3d_batched",
+    # errors
+    "ArgumentError", "UnsupportedError", "CheckpointError",
+]

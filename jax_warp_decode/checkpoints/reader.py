@@ -1,0 +1,170 @@
+"""Reads Hugging Face checkpoint folders: every header is checked before the first weight is read.
+
+safetensors validates each file; the bytes are then read straight into the arrays that will hold them, because its numpy
+front end (0.8) has no FP8 and would allocate every tensor once more.
+"""
+
+import collections
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import safetensors
+
+from jax_warp_decode.errors import CheckpointError
+
+CONFIG_FILE = "config.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+MAX_JSON_BYTES = 100_000_000  # of config.json and of the index; safetensors has the same limit for its headers
+
+# safetensors' names of the types that a checkpoint may use here.
+DTYPES = {
+    "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "U8": np.dtype(np.uint8)}
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor lies: its type by safetensors' name, shape, file, and byte range in that file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: pathlib.Path
+    offset: int
+    nbytes: int
+
+    def read_into(self, out: np.ndarray) -> None:
+        """Fills `out`, which has this tensor's shape and may have another floating dtype or any strides.
+
+        Raises:
+          CheckpointError: the file has shrunk or cannot be read any more.
+        """
+        direct = out.flags.c_contiguous and out.dtype == DTYPES[self.dtype]
+        target = out if direct else np.empty(self.shape, DTYPES[self.dtype])
+        view = memoryview(target.reshape(-1).view(np.uint8))
+        try:
+            with open(self.file, "rb", buffering=0) as file:
+                file.seek(self.offset)
+                while len(view):
+                    count = file.readinto(view)
+                    if not count:
+                        raise CheckpointError(f"{self.file}: ends early, {len(view)} bytes are missing")
+                    view = view[count:]
+        except OSError as error:
+            raise CheckpointError(f"{self.file}: cannot be read: {error}") from error
+        if not direct:
+            out[...] = target.astype(out.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """A checkpoint folder whose files are sound: parsed config.json and the place of every tensor."""
+
+    path: pathlib.Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+
+
+def open_folder(path: Any) -> Folder:
+    """Checks a folder with config.json and model.safetensors, or shards and model.safetensors.index.json.
+
+    Args:
+      path: folder as `save_pretrained` or `hf download` leaves it.
+
+    Raises:
+      CheckpointError: folder or file missing, malformed JSON, truncated or malformed safetensors, an index that
+        points to a missing file, outside the folder, or to the wrong shard, a tensor that is stored twice.
+    """
+    path = pathlib.Path(path)
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such folder; fetch a model with `hf download REPO --local-dir {path}`")
+    config = read_json(path / CONFIG_FILE)
+    single, index = path / SINGLE_FILE, path / INDEX_FILE
+    if single.exists() and index.exists():
+        raise CheckpointError(f"{path}: holds both {SINGLE_FILE} and {INDEX_FILE}, expected one; remove the stale one")
+    if single.exists():
+        return Folder(path, config, read_header(single))
+    if not index.exists():
+        raise CheckpointError(f"{path}: holds neither {SINGLE_FILE} nor {INDEX_FILE}, expected one of them")
+    return Folder(path, config, _read_shards(index))
+
+
+def read_json(path: pathlib.Path) -> Mapping[str, Any]:
+    """Parses a file that holds one JSON object without repeated keys."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file, or not a regular one; a checkpoint folder has it")
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise CheckpointError(f"{path}: got {path.stat().st_size} bytes, expected at most {MAX_JSON_BYTES}")
+    try:
+        return _parse_object(path.read_bytes())
+    except (ValueError, RecursionError, OSError) as error:
+        raise CheckpointError(f"{path}: not a JSON object: {error}") from error
+
+
+def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
+    """Validates one safetensors file and returns the place of each tensor; reads no weight."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file, or not a regular one")
+    try:
+        # Opening checks sizes, types, and that the tensors cover the file without holes or overlap.
+        with safetensors.safe_open(path, framework="numpy"):
+            pass
+        with open(path, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = _parse_object(file.read(size))
+    except (safetensors.SafetensorError, ValueError, RecursionError, OSError) as error:
+        raise CheckpointError(f"{path}: not a valid safetensors file: {error}") from error
+    tensors = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            start, end = entry["data_offsets"]
+            tensors[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), path, 8 + size + start, end - start)
+    return tensors
+
+
+def _read_shards(index: pathlib.Path) -> dict[str, StoredTensor]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index}: expected an object 'weight_map' from tensor names to file names")
+    tensors: dict[str, StoredTensor] = {}
+    for name in sorted(set(weight_map.values())):
+        if pathlib.PurePath(name).name != name or "\\" in name or "\0" in name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{index}: got shard {name!r}, expected the name of a .safetensors file beside it")
+        shard = read_header(index.parent / name)
+        if twice := sorted(tensors.keys() & shard.keys()):
+            files = f"{tensors[twice[0]].file.name} and {name}"
+            raise CheckpointError(f"{index.parent}: stored twice, in {files}: {listing(twice)}")
+        tensors |= shard
+    astray = [f"{tensor} in {name}" for tensor, name in weight_map.items()
+              if tensor not in tensors or tensors[tensor].file.name != name]
+    if astray:
+        raise CheckpointError(f"{index}: the shard does not hold what the index says: {listing(astray)}")
+    if unlisted := sorted(tensors.keys() - weight_map.keys()):
+        raise CheckpointError(f"{index}: in a shard but not in the index: {listing(unlisted)}")
+    return tensors
+
+
+def _parse_object(text: bytes) -> dict[str, Any]:
+    def unique(pairs):
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            twice = [name for name, count in collections.Counter(name for name, _ in pairs).items() if count > 1]
+            raise ValueError(f"repeated keys: {listing(twice)}")
+        return result
+
+    value = json.loads(text, object_pairs_hook=unique)
+    if not isinstance(value, dict):
+        raise ValueError(f"got {type(value).__name__}, expected an object")
+    return value
+
+
+def listing(names: list[str], limit: int = 8) -> str:
+    """At most `limit` names, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

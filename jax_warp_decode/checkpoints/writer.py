@@ -1,0 +1,100 @@
+"""Writes a Qwen3-MoE model as a Hugging Face folder, from the same table of names that the loader reads by."""
+
+import json
+import pathlib
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors.numpy import save_file
+
+from jax_warp_decode.checkpoints import reader
+from jax_warp_decode.checkpoints.qwen3_moe import Slot, find_param, layout
+from jax_warp_decode.errors import ArgumentError
+from jax_warp_decode.formats import FORMATS, QuantizedArray, quantize
+from jax_warp_decode.models.qwen3_moe import Qwen3Moe
+
+
+def save_qwen3_moe(
+        model: Qwen3Moe, folder: Any, *, format: str | None = None, max_shard_size: int | str = "5GB") -> None:
+    """Writes config.json and safetensors files that `load_qwen3_moe` reads back exactly, and transformers if plain.
+
+    Equal models give equal bytes. config.json is written last, so an interrupted folder is never taken for a model.
+
+    Args:
+      model: saved in the dtypes that its parameters have.
+      folder: created with its parents if it does not exist; must not hold a checkpoint.
+      format: None keeps the experts as they are; "mxfp8" quantises plain experts, one parameter at a time.
+      max_shard_size: bytes, or a string such as "5GB"; a larger model is split into shards with an index.
+
+    Raises:
+      ArgumentError: an unknown format, sizes that it cannot take, layers of different formats, or a folder that holds a
+        checkpoint already. Nothing has been written then.
+    """
+    folder = pathlib.Path(folder)
+    expert_format = _target_format(model, format)
+    if old := sorted(p.name for pattern in ("*.safetensors*", reader.CONFIG_FILE) for p in folder.glob(pattern)):
+        raise ArgumentError(f"folder: got {folder}, which holds {reader.listing(old)}; remove them or choose another")
+    slots = {slot.name: slot for slot in layout(model.config, expert_format)}
+    split = split_state_dict_into_shards_factory(
+        slots, get_storage_size=lambda slot: _nbytes(model, slot), filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size)
+    folder.mkdir(parents=True, exist_ok=True)
+    source = _Source(model, expert_format)
+    for file, names in split.filename_to_tensors.items():
+        save_file({name: source.read(slots[name]) for name in names}, folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        _write_json(folder / reader.INDEX_FILE, index)
+    config = model.config.to_hf() | {"torch_dtype": str(model.embed.embedding.get_value().dtype)}
+    if expert_format is not None:
+        config["quantization_config"] = {"quant_method": expert_format, "block_size": FORMATS[expert_format].block}
+    _write_json(folder / reader.CONFIG_FILE, config)
+
+
+class _Source:
+    """Brings parameters to the host, quantised if asked; holds one at a time, as the slots of one follow each other."""
+
+    def __init__(self, model: Qwen3Moe, expert_format: str | None):
+        self._model, self._format = model, expert_format
+        self._param, self._parts = "", {}
+
+    def read(self, slot: Slot) -> np.ndarray:
+        if slot.param != self._param:
+            value = find_param(self._model, slot.param).get_value()
+            if slot.part and not isinstance(value, QuantizedArray):
+                value = quantize(value, self._format)
+            parts = {"values": value.values, "scales": value.scales} if slot.part else {"": value}
+            self._param, self._parts = slot.param, {part: np.asarray(array) for part, array in parts.items()}
+        whole = self._parts[slot.part]
+        array = whole if slot.expert is None else whole[slot.expert]
+        return np.ascontiguousarray(array.T if slot.transpose else array)
+
+
+def _target_format(model: Qwen3Moe, format: str | None) -> str | None:
+    """Format of the experts in the folder; None for plain ones."""
+    if format is not None and format not in FORMATS:
+        raise ArgumentError(f"format: got {format!r}, expected None or one of {sorted(FORMATS)}")
+    held = {layer.moe.experts.format for layer in model.layers}
+    if len(held) > 1:
+        raise ArgumentError(f"model: got layers with experts in {sorted(held)}, expected one format in all layers")
+    held = held.pop()
+    if held in FORMATS and format not in (None, held):
+        raise ArgumentError(f"format: got {format!r} for a model with {held} experts, expected None or {held!r}")
+    target = held if held in FORMATS else format
+    if target is not None:
+        for name in ("hidden_size", "moe_intermediate_size"):
+            if getattr(model.config, name) % FORMATS[target].block:
+                raise ArgumentError(f"format: got {target!r}, which needs a {name} that is a multiple of "
+                                    f"{FORMATS[target].block}, not {getattr(model.config, name)}")
+    return target
+
+
+def _nbytes(model: Qwen3Moe, slot: Slot) -> int:
+    itemsize = 1 if slot.part else jnp.dtype(find_param(model, slot.param).get_value().dtype).itemsize
+    return int(np.prod(slot.shape)) * itemsize
+
+
+def _write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

@@ -1,0 +1,101 @@
+"""Which strategy runs, decided from static facts at trace time, with the reason in words."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jax_warp_decode.errors import ArgumentError, UnsupportedError
+from jax_warp_decode.experts import ExpertWeights
+from jax_warp_decode.kernels import checks
+
+STRATEGIES = ("warp_decode", "expert_centric", "reference")
+
+# Compute capabilities that Pallas Mosaic GPU compiles these kernels for. 9.0 was measured (H200), 10.x only compiled.
+CAPABILITIES = ("9.0", "10.0", "10.3")
+
+# Most (token, slot) pairs per expert for which warp decode is the faster strategy on an H200; bench/NOTES.md.
+CROSSOVER = 1.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The strategy of one call, and why."""
+
+    strategy: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.strategy} ({self.reason})"
+
+
+def no_gpu_reason() -> str:
+    """Why warp decode cannot run on the default device, or an empty string."""
+    if jax.default_backend() != "gpu":
+        return (f"JAX sees no NVIDIA GPU (backend {jax.default_backend()!r}); install the CUDA build, "
+                "pip install 'jax-warp-decode[cuda12]' or [cuda13], or pass interpret=True to run the kernels "
+                "slowly on the CPU")
+    capability = getattr(jax.devices()[0], "compute_capability", "unknown")
+    if capability not in CAPABILITIES:
+        return (f"the GPU has compute capability {capability}, the kernels need one of {', '.join(CAPABILITIES)} "
+                "(Hopper or data-centre Blackwell)")
+    return ""
+
+
+def available_strategies() -> dict[str, str]:
+    """Every strategy with an empty string if it can run on the default device, else the reason why not."""
+    return {"warp_decode": no_gpu_reason(), "expert_centric": "", "reference": ""}
+
+
+def _shape_reason(experts: ExpertWeights, x_dtype) -> str:
+    """Why the kernels cannot take these operands, or an empty string."""
+    if jnp.dtype(x_dtype) not in checks.HALF:
+        return f"x is {jnp.dtype(x_dtype)}, the kernels take bfloat16 or float16"
+    try:
+        itemsize = checks.weight_itemsize("w_gate", experts.w_gate)
+        checks.dimensions("w_gate", experts.hidden, experts.intermediate, itemsize)
+        checks.dimensions("w_down", experts.intermediate, experts.hidden, itemsize)
+    except (ArgumentError, UnsupportedError) as error:
+        return str(error)
+    return ""
+
+
+def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dtype, strategy: str = "auto",
+           interpret=False) -> Choice:
+    """The strategy for a call with `tokens` tokens, from shapes, dtypes and the device only.
+
+    Args:
+      tokens: T, static.
+      experts: the layer's weights (arrays or `jax.ShapeDtypeStruct`s).
+      experts_per_token: K.
+      x_dtype: dtype of the activations.
+      strategy: "auto", or a name in `STRATEGIES`, which is returned as it is or refused: never replaced.
+      interpret: the kernels will be interpreted, so no GPU is needed.
+
+    Raises:
+      ArgumentError: unknown strategy.
+      UnsupportedError: the named strategy cannot run here; the message says what can.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_warp_decode import ExpertWeights, choose
+      >>> w = jax.ShapeDtypeStruct((8, 64, 64), jnp.bfloat16)
+      >>> choose(1, ExpertWeights(w, w, w), experts_per_token=2, x_dtype=jnp.bfloat16, interpret=True)
+      Choice(strategy='warp_decode', reason='1 tokens x 2 slots on 8 experts: 0.25 pairs per expert, at most 1.5')
+    """
+    if strategy not in ("auto", *STRATEGIES):
+        raise ArgumentError(f"strategy: got {strategy!r}, expected 'auto' or one of {list(STRATEGIES)}")
+    if strategy in ("expert_centric", "reference"):
+        return Choice(strategy, "asked for")
+    refused = ("" if interpret else no_gpu_reason()) or _shape_reason(experts, x_dtype)
+    if strategy == "warp_decode":
+        if refused:
+            raise UnsupportedError(f"strategy: 'warp_decode' cannot run: {refused}")
+        return Choice(strategy, "asked for")
+    if refused:
+        return Choice("expert_centric", f"warp_decode cannot run: {refused}")
+    load = tokens * experts_per_token / experts.num_experts
+    pairs = f"{tokens} tokens x {experts_per_token} slots on {experts.num_experts} experts: {load:.3g} pairs per expert"
+    if load > CROSSOVER:
+        return Choice("expert_centric", f"{pairs}, more than {CROSSOVER}")
+    return Choice("warp_decode", f"{pairs}, at most {CROSSOVER}")

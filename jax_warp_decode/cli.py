@@ -1,0 +1,63 @@
+"""The command line: `jax-warp-decode info` and `jax-warp-decode demo`."""
+
+import argparse
+import sys
+
+EXIT_BAD_INPUT = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        self.exit(EXIT_BAD_INPUT, f"{self.prog}: error: {message}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="jax-warp-decode", description="Mixture-of-Experts decode for JAX on NVIDIA GPUs.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    commands.add_parser("info", help="devices, versions, and what can run here, with the reason for what cannot")
+
+    demo = commands.add_parser("demo", help="complete a prompt with a small Mixture-of-Experts language model")
+    demo.add_argument("--prompt", default='The "with" statement', help="text to continue (default: %(default)s)")
+    demo.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default: %(default)s")
+    demo.add_argument("--temperature", type=float, default=0.5, metavar="T",
+                      help="0 takes the most likely token every time (default: %(default)s, with a fixed seed)")
+    demo.add_argument("--strategy", default="auto", metavar="NAME",
+                      help="auto, warp_decode, expert_centric or reference (default: %(default)s)")
+    demo.add_argument("--weights", choices=("bf16", "mxfp8"),
+                      help="format of the bundled model's experts (default: bf16)")
+    demo.add_argument("--checkpoint", metavar="DIR",
+                      help="a Hugging Face Qwen3MoeForCausalLM folder instead of the bundled model")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command and returns its exit code: 0, or 2 after one line on stderr about bad input."""
+    args = _parser().parse_args(argv)
+    # Imported after parsing: --help and typing errors need none of it.
+    from rich.console import Console
+
+    from jax_warp_decode.errors import ArgumentError, CheckpointError, UnsupportedError
+
+    console = Console(highlight=False)
+    try:
+        if args.command == "info":
+            from jax_warp_decode import info
+
+            info.render(info.collect(), console)
+        else:
+            from jax_warp_decode import demo
+
+            options = vars(args)
+            del options["command"]
+            demo.run(demo.Request(**options), console)
+    except (ArgumentError, CheckpointError, UnsupportedError) as error:
+        print(f"jax-warp-decode: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

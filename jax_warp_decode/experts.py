@@ -1,0 +1,101 @@
+"""The weights of the routed experts of one layer, as a pytree, with their shape rules."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jax_warp_decode import formats
+from jax_warp_decode.errors import ArgumentError
+from jax_warp_decode.formats import QuantizedArray
+
+Weight = jax.Array | QuantizedArray
+
+# Names of the unquantised formats, by dtype.
+DENSE_FORMATS = {jnp.dtype(jnp.bfloat16): "bf16", jnp.dtype(jnp.float16): "f16", jnp.dtype(jnp.float32): "f32"}
+
+
+def weight_format(w: Weight) -> str:
+    """Name of the storage format of one weight: "bf16", "f16", "f32" or the format of a `QuantizedArray`."""
+    if isinstance(w, QuantizedArray):
+        return w.format
+    return DENSE_FORMATS.get(jnp.dtype(w.dtype), str(w.dtype))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ExpertWeights:
+    """Weights of E gated experts, in checkpoint order: the reduction dimension is last and contiguous.
+
+    Attributes:
+      w_gate: [E, I, H] gate projection; bfloat16, float16, float32 or a `QuantizedArray`.
+      w_up: [E, I, H] up projection, same format.
+      w_down: [E, H, I] down projection, same format.
+
+    The object is a pytree: pass it through `jit`, `lax.scan`, `jax.device_put` or an optimiser like any array.
+    Construction does not check anything, so that a pytree transform may put other leaves in; `check` does, and
+    every public function calls it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_warp_decode import ExpertWeights
+      >>> keys = jax.random.split(jax.random.key(0), 3)
+      >>> make = lambda key, *shape: jax.random.normal(key, shape, jnp.bfloat16)
+      >>> experts = ExpertWeights(make(keys[0], 8, 64, 128), make(keys[1], 8, 64, 128), make(keys[2], 8, 128, 64))
+      >>> experts.num_experts, experts.hidden, experts.intermediate, experts.format
+      (8, 128, 64, 'bf16')
+      >>> experts.quantize("mxfp8").format
+      'mxfp8'
+    """
+
+    w_gate: Weight
+    w_up: Weight
+    w_down: Weight
+
+    @property
+    def num_experts(self) -> int:
+        return self.w_gate.shape[0]
+
+    @property
+    def intermediate(self) -> int:
+        return self.w_gate.shape[1]
+
+    @property
+    def hidden(self) -> int:
+        return self.w_gate.shape[2]
+
+    @property
+    def format(self) -> str:
+        """Storage format of the weights, see `weight_format`."""
+        return weight_format(self.w_gate)
+
+    def quantize(self, format: str) -> "ExpertWeights":
+        """The same experts in another format, for example "mxfp8"; the reduction dimension carries the blocks."""
+        return ExpertWeights(*(formats.quantize(w, format) for w in (self.w_gate, self.w_up, self.w_down)))
+
+    def check(self) -> None:
+        """Raises `ArgumentError` unless the three tensors have matching shapes and one supported format."""
+        named = {"w_gate": self.w_gate, "w_up": self.w_up, "w_down": self.w_down}
+        for name, w in named.items():
+            if not isinstance(w, QuantizedArray) and not hasattr(w, "dtype"):
+                raise ArgumentError(f"experts.{name}: got {type(w).__name__}, expected a jax array or a QuantizedArray")
+            if w.ndim != 3:
+                raise ArgumentError(
+                    f"experts.{name}: got shape {w.shape}, expected three dimensions, "
+                    f"{'[E, H, I]' if name == 'w_down' else '[E, I, H]'}")
+            if isinstance(w, QuantizedArray):
+                w.check(f"experts.{name}")
+            elif jnp.dtype(w.dtype) not in DENSE_FORMATS:
+                raise ArgumentError(
+                    f"experts.{name}: got dtype {w.dtype}, expected bfloat16, float16, float32 or a QuantizedArray; "
+                    f"quantise with ExpertWeights.quantize or wrap values and scales in a QuantizedArray")
+        E, I, H = self.w_gate.shape
+        for name, want in (("w_up", (E, I, H)), ("w_down", (E, H, I))):
+            if named[name].shape != want:
+                layout = "[E, H, I]" if name == "w_down" else "[E, I, H]"
+                raise ArgumentError(
+                    f"experts.{name}: got shape {named[name].shape}, expected {want} = {layout} to match "
+                    f"w_gate {self.w_gate.shape} = [E, I, H]")
+        if len({weight_format(w) for w in named.values()}) > 1:
+            got = {name: weight_format(w) for name, w in named.items()}
+            raise ArgumentError(f"experts: got mixed formats {got}, expected one format for all three tensors")

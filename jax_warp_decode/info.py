@@ -1,0 +1,149 @@
+"""What can run here: devices, versions, and every strategy with every weight format, each with the reason why not."""
+
+import dataclasses
+import functools
+import importlib.metadata
+import platform
+import re
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import jax_warp_decode
+from jax_warp_decode import STRATEGIES, available_strategies, choose
+from jax_warp_decode.compat import JAX_WINDOW
+from jax_warp_decode.errors import ArgumentError, UnsupportedError
+from jax_warp_decode.experts import DENSE_FORMATS, ExpertWeights
+from jax_warp_decode.formats import FORMATS, quantize
+
+CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", version.split("+")[0].split(".dev")[0]))
+
+
+def in_window(version: str) -> bool:
+    """Whether a jax version lies inside the tested window.
+
+    Example:
+      >>> from jax_warp_decode.info import in_window
+      >>> in_window("0.11.2"), in_window("0.11.1")
+      (True, False)
+    """
+    return _numbers(JAX_WINDOW[0]) <= _numbers(version) <= _numbers(JAX_WINDOW[1])
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _example_experts(format: str) -> ExpertWeights:
+    """Shapes only: experts whose dimensions every strategy takes, in one format."""
+    E, I, H = 8, 256, 512
+    make = {name: lambda shape, d=dtype: jax.ShapeDtypeStruct(shape, d) for dtype, name in DENSE_FORMATS.items()}
+    for name in FORMATS:
+        make[name] = lambda shape, name=name: jax.eval_shape(
+            functools.partial(quantize, format=name), jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+    return ExpertWeights(make[format]((E, I, H)), make[format]((E, I, H)), make[format]((E, H, I)))
+
+
+def _refusal(strategy: str, format: str) -> str:
+    try:
+        choose(1, _example_experts(format), experts_per_token=2, x_dtype=jnp.bfloat16, strategy=strategy)
+    except (ArgumentError, UnsupportedError) as error:
+        return str(error)
+    return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Info:
+    """A snapshot of this process.
+
+    Attributes:
+      versions: name -> version, or None if not installed.
+      jax_in_window: whether the installed jax lies inside the tested window.
+      devices: one line per kind of device that JAX sees.
+      strategies: name -> "" if it can run here, else why not.
+      formats: (strategy, weight format) -> "" if the pair can run here, else why not.
+    """
+
+    versions: dict[str, str | None]
+    jax_in_window: bool
+    devices: tuple[str, ...]
+    strategies: dict[str, str]
+    formats: dict[tuple[str, str], str]
+
+
+def collect() -> Info:
+    """Asks JAX and the strategy table; starts the default backend, compiles nothing.
+
+    Example:
+      >>> from jax_warp_decode.info import collect
+      >>> collect().strategies["reference"]
+      ''
+    """
+    versions = {"jax-warp-decode": jax_warp_decode.__version__, "python": platform.python_version()}
+    versions |= {name: _installed(name) for name in ("jax", "jaxlib", "flax", *CUDA_PLUGINS)}
+    counts: dict[str, int] = {}
+    for device in jax.devices():
+        capability = getattr(device, "compute_capability", None)
+        kind = device.device_kind + (f", compute capability {capability}" if capability else "")
+        counts[kind] = counts.get(kind, 0) + 1
+    strategies = available_strategies()
+    formats = {
+        (strategy, format): strategies[strategy] or _refusal(strategy, format)
+        for strategy in STRATEGIES for format in (*DENSE_FORMATS.values(), *FORMATS)}
+    return Info(versions, in_window(jax.__version__), tuple(f"{n} x {kind}" for kind, n in counts.items()),
+                strategies, formats)
+
+
+def print_facts(console: Console, facts: dict[str, str]) -> None:
+    """Prints name and value, one fact a line: aligned and wrapped on a terminal, unwrapped elsewhere."""
+    if not console.is_terminal:
+        width = max(map(len, facts))
+        for name, fact in facts.items():
+            console.print(f"{name:<{width}}  {fact}", soft_wrap=True, markup=False)
+        return
+    table = Table.grid(padding=(0, 2))
+    for name, fact in facts.items():
+        table.add_row(Text(name, style="bold cyan"), Text(fact))
+    console.print(table)
+
+
+def render(info: Info, console: Console) -> None:
+    """Prints the snapshot: facts, a strategy-by-format table, then one line per distinct reason."""
+    facts = {name: info.versions[name] or "not installed" for name in ("jax-warp-decode", "python", "flax", "jaxlib")}
+    window = "inside" if info.jax_in_window else "OUTSIDE"
+    facts["jax"] = f"{info.versions['jax']}, {window} the tested window {' to '.join(JAX_WINDOW)}"
+    plugins = [f"{name} {info.versions[name]}" for name in CUDA_PLUGINS if info.versions[name]]
+    facts["CUDA plugin"] = ", ".join(plugins) or "not installed"
+    facts["devices"] = ", ".join(info.devices)
+    print_facts(console, facts)
+    console.print()
+
+    formats = list(dict.fromkeys(format for _, format in info.formats))
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column("strategy \\ weights")
+    for format in formats:
+        table.add_column(format)
+    for strategy in info.strategies:
+        cells = ["[red]no[/]" if info.formats[strategy, format] else "[green]yes[/]" for format in formats]
+        table.add_row(strategy, *cells)
+    console.print(table)
+
+    reasons: dict[str, list[str]] = {}
+    for (strategy, format), why in info.formats.items():
+        if why:
+            what = strategy if info.strategies[strategy] else f"{strategy} with {format}"
+            if what not in reasons.setdefault(why, []):
+                reasons[why].append(what)
+    if reasons:
+        console.print()
+        print_facts(console, {", ".join(what): why for why, what in reasons.items()})

@@ -1,0 +1,149 @@
+"""moe_down_3d_batched: y[t] = sum_k weights[t, k] * (w_down[e] @ h[t, k]) with e = ids[t, k].
+
+Ownership: a warp owns `rows` output dimensions of one token. It loops over the token's K slots, streams the row of
+each routed expert once against that slot's intermediate, folds the routing weight into one float32 accumulator per
+row and lane, reduces it with a butterfly at the very end and writes one value per dimension. The expert-major buffer,
+the scatter and the combine of a conventional layer do not exist. Slots are added in order, so a token's result does
+not depend on the rest of the batch.
+
+Grid: (row tile, token), tokens fastest, so that tokens which share an expert meet in L2.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_warp_decode import compat
+from jax_warp_decode.experts import Weight
+from jax_warp_decode.kernels import checks, tile
+from jax_warp_decode.kernels.tile import RowTile
+from jax_warp_decode.routing import int32_ids
+
+
+@dataclasses.dataclass(frozen=True)
+class DownConfig:
+    """How `moe_down_3d_batched` uses a warp.
+
+    Attributes:
+      lanes: lanes per weight row; fewer lanes let a warp own several output dimensions side by side.
+      rows: output dimensions (times 32 / lanes) that a warp owns; they share the loads of h.
+      unroll: steps, counted through all slots, whose loads are issued before any arithmetic.
+    """
+
+    lanes: int
+    rows: int
+    unroll: int
+
+    @classmethod
+    def heuristic(cls, T: int, K: int, H: int, I: int, itemsize: int) -> "DownConfig":
+        """A good configuration for any shape the kernel takes."""
+        lanes, rows = tile.pick_tile(I, H, itemsize, copies=T, most_rows=2 if itemsize == 2 else 8)
+        in_flight = 8 if itemsize == 2 else 16
+        return cls(lanes, rows, unroll=min(K * RowTile(I, itemsize, lanes, rows).steps, max(1, in_flight // rows)))
+
+
+@functools.cache
+def _build(T: int, K: int, E: int, H: int, I: int, itemsize: int, out_dtype, config: DownConfig, interpret):
+    """One kernel per static configuration, so that equal layers share one compiled kernel."""
+    rows = RowTile(I, itemsize, config.lanes, config.rows)
+
+    def body(ids_ref, weights_ref, h_ref, *refs):
+        *down_refs, y_ref = refs
+        row_tile, token = lax.axis_index("row_tile"), lax.axis_index("token")
+
+        def routed(expert):
+            return (expert >= 0) & (expert < E)
+
+        # A slot that is not routed reads the rows of a routed slot instead: they are in cache, nothing is read out
+        # of bounds, and the loop needs no branch. Its sum is dropped by a select.
+        stand_in = jnp.int32(-1)
+        for k in reversed(range(K)):
+            expert = ids_ref[token * K + k]
+            stand_in = jnp.where(routed(expert), expert, stand_in)
+
+        def group(steps, acc):
+            loaded = []
+            for n in steps:
+                slot = lax.div(n, jnp.int32(rows.steps))
+                step = lax.rem(n, jnp.int32(rows.steps))
+                expert = ids_ref[token * K + slot]
+                weight = weights_ref[token * K + slot]
+                raw = rows.load(down_refs, jnp.where(routed(expert), expert, stand_in), row_tile, step)
+                loaded.append((step, routed(expert), weight, raw, rows.load_vector(h_ref, (token, slot), step)))
+            for step, is_routed, weight, raw, vector in loaded:
+                partial = weight * rows.dot(raw, rows.widen(vector), step)
+                acc = acc + jnp.where(lax.broadcast_in_dim(is_routed, partial.shape, ()), partial, jnp.float32(0))
+            return acc
+
+        acc = tile.unrolled_loop(K * rows.steps, config.unroll, stand_in >= 0, group, rows.zeros())
+        y = rows.reduce(acc).astype(out_dtype)
+        compat.store_unaligned(y_ref.at[token, rows.row_slice(row_tile)], y)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((T, *rows.result_shape(H)), out_dtype),
+        grid=(H // rows.out_rows, T),
+        grid_names=("row_tile", "token"),
+        kernel_name="moe_down_3d_batched",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )
+
+
+def moe_down_3d_batched(
+    h: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    w_down: Weight,
+    *,
+    out_dtype=jnp.bfloat16,
+    config: DownConfig | None = None,
+    interpret: bool | plgpu.InterpretGPUParams = False,
+) -> jax.Array:
+    """Down projection of every slot and the weighted sum over a token's slots, in one pass.
+
+    Args:
+      h: [T, K, I] intermediate from `moe_gate_up_3d_batched`: float32, bfloat16 or float16.
+      ids: [T, K] integer expert ids. A slot whose id lies outside [0, E) adds exactly 0, whatever its weight and its
+        row of h hold.
+      weights: [T, K] routing weights, used in float32.
+      w_down: [E, H, I] bfloat16, float16 or MXFP8 `QuantizedArray`; dequantised in registers.
+      out_dtype: dtype of the result.
+      config: `DownConfig`; None takes `DownConfig.heuristic`.
+      interpret: True (or `InterpretGPUParams`) runs the kernel on the CPU, for tests.
+
+    Returns:
+      y [T, H] in `out_dtype`, rounded once from the float32 sum.
+
+    Raises:
+      ArgumentError: wrong rank, shape or dtype, or a config that does not fit.
+      UnsupportedError: H or I that the kernel cannot walk.
+
+    Source: "warp decode" (Cursor, 2026); OCP Microscaling Formats v1.0 for MXFP8.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_warp_decode.kernels import moe_down_3d_batched
+      >>> h, w = jnp.ones((1, 2, 64), jnp.float32), jnp.ones((4, 32, 64), jnp.bfloat16) / 64
+      >>> y = moe_down_3d_batched(h, jnp.array([[3, -1]]), jnp.array([[0.5, 9.0]]), w, interpret=True)
+      >>> y.shape, float(y[0, 0])
+      ((1, 32), 0.5)
+    """
+    ids = int32_ids(ids, "ids")
+    E, T, K, H, I = checks.down_shapes(h, ids, weights, w_down)
+    itemsize = checks.weight_itemsize("w_down", w_down)
+    if T * K == 0:
+        return jnp.zeros((T, H), out_dtype)
+    checks.dimensions("w_down", I, H, itemsize)
+    config = config or DownConfig.heuristic(T, K, H, I, itemsize)
+    rows = RowTile(I, itemsize, config.lanes, config.rows)
+    checks.config_fits("w_down", rows, H, config.unroll)
+    kernel = _build(T, K, E, H, I, itemsize, jnp.dtype(out_dtype), config,
+                    compat.interpret_params(interpret))
+    y = kernel(ids.reshape(-1), jnp.asarray(weights, jnp.float32).reshape(-1), rows.vector_operand(h),
+               *rows.weight_operands(w_down))
+    return y.reshape(T, H)

@@ -1,0 +1,5 @@
+"""Flax layers."""
+
+from jax_warp_decode.layers.moe import MoE
+
+__all__ = ["MoE"]

@@ -1,0 +1,85 @@
+"""Text to token ids and back, one token at a time: UTF-8 bytes for byte-level models, `tokenizer.json` for the rest."""
+
+import codecs
+import pathlib
+from collections.abc import Callable
+from typing import Protocol
+
+from jax_warp_decode.errors import CheckpointError, UnsupportedError
+
+
+class TextCodec(Protocol):
+    """What the demo needs of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+
+    def stream(self) -> Callable[[int], str]:
+        """A new decoder: takes the next id, returns the text that is complete by now (may be empty)."""
+
+
+class ByteCodec:
+    """Token ids are the UTF-8 bytes of the text.
+
+    Example:
+      >>> from jax_warp_decode.text import ByteCodec
+      >>> ByteCodec().encode("é")
+      [195, 169]
+      >>> step = ByteCodec().stream()
+      >>> step(195), step(169)
+      ('', 'é')
+    """
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def stream(self) -> Callable[[int], str]:
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        return lambda token: decoder.decode(bytes((token,)))
+
+
+class TokenizerCodec:
+    """A Hugging Face `tokenizer.json`, through the `tokenizers` package.
+
+    Raises:
+      UnsupportedError: if `tokenizers` is not installed.
+      CheckpointError: if the file cannot be read as a tokenizer.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        try:
+            import tokenizers
+            import tokenizers.decoders
+        except ImportError as e:
+            raise UnsupportedError(
+                f"checkpoint: {path} needs the tokenizers package, which is not installed; pip install tokenizers"
+            ) from e
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as e:  # tokenizers raises plain Exception for malformed files
+            raise CheckpointError(f"checkpoint: {path} is not a readable tokenizer: {e}") from e
+        self._new_stream = tokenizers.decoders.DecodeStream
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).ids
+
+    def stream(self) -> Callable[[int], str]:
+        stream = self._new_stream(skip_special_tokens=False)
+        return lambda token: stream.step(self._tokenizer, token) or ""
+
+
+def codec_for(folder: str | pathlib.Path, vocab_size: int) -> TextCodec:
+    """The codec of a checkpoint folder: its `tokenizer.json` if there is one, else bytes for a vocabulary of 256.
+
+    Raises:
+      CheckpointError: if the folder has no `tokenizer.json` and the model is not byte-level.
+      UnsupportedError: if a `tokenizer.json` is there but the `tokenizers` package is not.
+    """
+    path = pathlib.Path(folder) / "tokenizer.json"
+    if path.is_file():
+        return TokenizerCodec(path)
+    if vocab_size != 256:
+        raise CheckpointError(
+            f"checkpoint: {folder} has no tokenizer.json and its vocab_size is {vocab_size}, expected a tokenizer.json "
+            f"or a byte-level model (vocab_size 256); copy the tokenizer.json of the model into the folder")
+    return ByteCodec()

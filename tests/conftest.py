@@ -1,0 +1,40 @@
+"""Where tests run: on the CPU, except with `pytest --gpu`, which runs the tests marked `gpu` and nothing else."""
+
+import os
+import sys
+
+import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption("--gpu", action="store_true", help="run the tests marked gpu, on the GPU, and no others")
+
+
+def pytest_configure(config):
+    if not config.getoption("--gpu"):
+        os.environ["JAX_PLATFORMS"] = "cpu"  # before jax is imported; subprocesses inherit it
+
+
+def pytest_collection_modifyitems(config, items):
+    want_gpu = config.getoption("--gpu")
+    reason = "needs an NVIDIA GPU: pytest --gpu" if not want_gpu else "runs on the CPU: pytest without --gpu"
+    for item in items:
+        if ("gpu" in item.keywords) != want_gpu:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def interpreter():
+    """Interpreter parameters with race detection. Afterwards: no race was found, and no state is left behind."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from jax_warp_decode import compat
+
+    compat.reset_interpreter()
+    yield plgpu.InterpretGPUParams(detect_races=True)
+    races = compat.races_found()
+    compat.reset_interpreter()
+    assert not races, "the interpreter found a data race"
+
+
+sys.path.insert(0, os.path.dirname(__file__))  # tests import oracle and aot by name, however pytest was started

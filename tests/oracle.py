@@ -1,0 +1,329 @@
+"""Float64 oracle of the layer, random cases, and an error bound derived from the arithmetic.
+
+Everything is NumPy and independent of the package. A `Case` holds inputs rounded to their storage dtypes; its exact
+output is computed from those, so that only the arithmetic of the code under test is left to compare:
+
+    case = oracle.make_case(0, tokens=4, experts=8, hidden=256, intermediate=128, k=2, weights="mxfp8")
+    y = moe(*case.args(), strategy="warp_decode")
+    oracle.assert_close(y, case)
+
+Letters: T tokens, H hidden, I intermediate, E experts, K slots per token. An id outside [0, E) is not routed.
+"""
+
+import dataclasses
+import functools
+
+import ml_dtypes
+import numpy as np
+
+# ------------------------------------------------------------------------------------------------- number formats
+
+BLOCK = 32
+
+
+def _e4m3_table():
+    code = np.arange(128)
+    exponent, mantissa = code >> 3, code & 7
+    positive = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10))
+    positive[127] = np.nan
+    return np.concatenate([positive, -positive])
+
+
+E4M3 = _e4m3_table()  # value of each byte; 0x7F and 0xFF are NaN, there is no inf
+E8M0 = np.array([2.0 ** (byte - 127) for byte in range(255)] + [np.nan])
+
+
+def bytes_of(a):
+    """One-byte dtypes (float8_e4m3fn, float8_e8m0fnu, uint8) as uint8."""
+    return np.ascontiguousarray(a).view(np.uint8)
+
+
+def decode_mx(values, scales):
+    """E4M3 values [..., N] with E8M0 scales [..., N // 32] -> float64 [..., N]."""
+    return E4M3[bytes_of(values)] * np.repeat(E8M0[bytes_of(scales)], BLOCK, -1)
+
+
+def encode_mx(x):
+    """Finite x [..., N] -> (values float8_e4m3fn [..., N], scales uint8 [..., N // 32]) by the rule of OCP MX v1.0."""
+    x = np.asarray(x, np.float64)
+    blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
+    largest = np.abs(blocks).max(-1, keepdims=True)
+    exponent = np.where(largest > 0, np.frexp(largest)[1] - 1.0, -np.inf)
+    shared = np.clip(exponent - 8, -127, 127).astype(np.int64)
+    scaled = np.clip(np.ldexp(blocks, -shared), -448, 448)
+    step = np.exp2(np.maximum(np.frexp(scaled)[1] - 1, -6) - 3.0)
+    values = (np.rint(scaled / step) * step).astype(ml_dtypes.float8_e4m3fn).reshape(x.shape)
+    return values, (shared[..., 0] + 127).astype(np.uint8)
+
+
+# ---------------------------------------------------------------------------------------------- router and experts
+
+
+def route(logits, k, renormalize=True):
+    """Softmax over all experts, the k best (ties to the lower id), optionally renormalised: ids, weights [T, k]."""
+    z = np.asarray(logits, np.float64)
+    score = np.exp(z - z.max(-1, keepdims=True))
+    score /= score.sum(-1, keepdims=True)
+    ids = np.argsort(-z, axis=-1, kind="stable")[:, :k]
+    weights = np.take_along_axis(score, ids, -1)
+    return ids, weights / weights.sum(-1, keepdims=True) if renormalize else weights
+
+
+def sigmoid(z):
+    e = np.exp(-np.abs(z))
+    return np.where(z >= 0, 1, e) / (1 + e)
+
+
+def silu(gate, up):
+    return gate * sigmoid(gate) * up
+
+
+@dataclasses.dataclass(frozen=True)
+class OracleActivation:
+    """act(gate, up) in float64 with what the bound needs: a gated activation f(gate) * up, |f'| <= slope."""
+
+    apply: object
+    slope: float
+
+
+ACTIVATIONS = {"silu": OracleActivation(silu, 1.1)}
+
+# ----------------------------------------------------------------------------------------------------- error bound
+
+# Unit roundoff of a rounding to nearest, and the largest error of one that ends among the subnormals.
+UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+SUBNORMAL = {"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-25}  # 2^-126: flushed to zero
+TENSOR_CORE_UNIT = 2.0**-23  # tensor cores truncate their float32 sums instead of rounding them
+
+# The inputs of `make_case` have random signs, so that the errors of a sum are a random walk: by Hoeffding's inequality
+# |sum of c_i s_i| with random signs s_i exceeds LAMBDA * norm(c) with a probability below 2 exp(-LAMBDA^2 / 2) = 3e-8,
+# and of rounding errors, which fill [-c_i, c_i], only one in 1e23 does. Worst-case bounds grow with n instead of
+# sqrt(n) and would miss a bfloat16 sum at the sizes of real models (Higham & Mary 2019, SIAM J. Sci. Comput. 41(5)).
+LAMBDA = 6.0
+
+
+def _sum_error(n, norm, unit):
+    """Bound on the error of n roundings in a sum in any order; partial sums are of the size of `norm`, its terms'."""
+    return LAMBDA * unit * np.sqrt(n) * norm
+
+
+def _store_error(value, dtype):
+    """Largest error of storing values of at most this size; "mxfp8" quantises blocks of 32."""
+    if dtype != "mxfp8":
+        return np.where(value > 0, UNIT[dtype] * value + SUBNORMAL[dtype], 0.0)
+    blocks = value.reshape(*value.shape[:-1], -1, BLOCK)
+    shared = np.maximum(np.frexp(blocks.max(-1, keepdims=True))[1] - 1 - 8, -127)
+    half_step = np.ldexp(1.0, np.maximum(np.frexp(blocks)[1] - 1, shared - 6) - 4)
+    saturated = blocks - np.ldexp(448.0, shared)
+    return np.maximum(half_step, saturated).reshape(value.shape)
+
+
+def _norm(a, w):
+    """2-norm of the products a[n, :] * w[m, :], [N, M]."""
+    return np.sqrt(np.square(a, dtype=np.float32) @ np.square(w, dtype=np.float32).T).astype(np.float64)
+
+
+def _hidden(x, w_gate, w_up, act, h_dtype, unit):
+    """h = act(w_gate x, w_up x) of rows x [N, H]: exact [N, I] and a bound on its error as stored in h_dtype."""
+    gate, up = x @ w_gate.T, x @ w_up.T
+    gate_err, up_err = (_sum_error(2 * x.shape[1], _norm(x, w), unit) for w in (w_gate, w_up))  # products and sums
+    h = act.apply(gate, up)
+    f = np.abs(act.apply(gate, 1.0)) + act.slope * gate_err
+    err = act.slope * gate_err * np.abs(up) + f * up_err
+    # exp(-gate) inherits |gate| roundings from its scaled argument; a handful more for exp, division and products. It
+    # overflows where silu is below 2^-120.
+    err += (np.abs(gate) + gate_err + 16) * 2.0**-23 * (np.abs(h) + err) + 2.0**-120 * np.abs(up)
+    return h, err + _store_error(np.abs(h) + err, h_dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------- cases
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Inputs of one layer as NumPy arrays in their storage dtypes. An MXFP8 weight is a pair (values, scales)."""
+
+    x: np.ndarray  # [T, H]
+    ids: np.ndarray  # [T, K]
+    weights: np.ndarray  # [T, K] float32
+    w_gate: np.ndarray | tuple  # [E, I, H]
+    w_up: np.ndarray | tuple  # [E, I, H]
+    w_down: np.ndarray | tuple  # [E, H, I]
+    activation: str = "silu"
+
+    @property
+    def act(self):
+        return ACTIVATIONS[self.activation]
+
+    @property
+    def num_experts(self):
+        return len(_part(self.w_gate))
+
+    def args(self):
+        """(x, Routing, ExpertWeights) as JAX arrays, the first arguments of `moe`."""
+        import jax.numpy as jnp
+
+        from jax_warp_decode.experts import ExpertWeights
+        from jax_warp_decode.formats import QuantizedArray
+        from jax_warp_decode.routing import Routing
+
+        def to_jax(w):
+            return QuantizedArray(*map(jnp.asarray, w), "mxfp8") if isinstance(w, tuple) else jnp.asarray(w)
+
+        experts = ExpertWeights(*map(to_jax, (self.w_gate, self.w_up, self.w_down)))
+        return jnp.asarray(self.x), Routing(jnp.asarray(self.ids), jnp.asarray(self.weights)), experts
+
+    def with_mxfp8_x(self):
+        """The same case with x rounded to MXFP8, for paths that quantise activations before the first projection."""
+        x = np.where(self.routed().any(-1, keepdims=True), self.x, np.zeros_like(self.x))
+        return dataclasses.replace(self, x=decode_mx(*encode_mx(x)).astype(self.x.dtype))
+
+    def routed(self):
+        return (self.ids >= 0) & (self.ids < self.num_experts)
+
+    def expert(self, e):
+        """(w_gate, w_up, w_down) of one expert in float64."""
+        return [decode_mx(w[0][e], w[1][e]) if isinstance(w, tuple) else w[e].astype(np.float64)
+                for w in (self.w_gate, self.w_up, self.w_down)]
+
+    @functools.cached_property
+    def exact(self):
+        """y [T, H] in float64. Reads only experts and rows that are routed."""
+        return self.solve("float32", UNIT["float32"])[0]
+
+    def solve_hidden(self, h_dtype, unit):
+        """(exact h, bound on its error as stored in h_dtype), float64 [T, K, I]; zero in slots that are not routed."""
+        h, err = np.zeros((2, *self.ids.shape, _part(self.w_gate).shape[1]))
+        for e in np.unique(self.ids[self.routed()]):
+            rows, slots = np.nonzero(self.ids == e)
+            w_gate, w_up, _ = self.expert(e)
+            x = self.x[rows].astype(np.float64)
+            h[rows, slots], err[rows, slots] = _hidden(x, w_gate, w_up, self.act, h_dtype, unit)
+        return h, err
+
+    def solve(self, h_dtype, unit):
+        """(exact y, bound on the error of a float32 computation before it stores y), float64 [T, H]."""
+        y, err, size = np.zeros((3, self.x.shape[0], _part(self.w_down).shape[1]))
+        for e in np.unique(self.ids[self.routed()]):
+            rows, slots = np.nonzero(self.ids == e)
+            w_gate, w_up, w_down = self.expert(e)
+            h, h_err = _hidden(self.x[rows].astype(np.float64), w_gate, w_up, self.act, h_dtype, unit)
+            w = self.weights[rows, slots].astype(np.float64)[:, None]
+            np.add.at(y, rows, w * (h @ w_down.T))
+            # The signs of w_down are random whatever the errors of h are.
+            np.add.at(err, rows, np.abs(w) * LAMBDA * _norm(h_err, w_down))
+            np.add.at(size, rows, np.abs(w) * _norm(np.abs(h) + h_err, w_down))
+        # I products and sums, then K more with the routing weights, which have no random signs.
+        err += _sum_error(2 * _part(self.w_down).shape[2], size, unit)
+        return y, err + 2 * self.ids.shape[1] * unit * (size + np.abs(y))
+
+
+def _part(w):
+    return w[0] if isinstance(w, tuple) else w
+
+
+PATTERNS = ("uniform", "same", "skipped", "repeated", "none")
+
+
+def make_ids(rng, tokens, experts, k, pattern="uniform"):
+    """ids [T, K] int32.
+
+    "uniform"   distinct random experts per token
+    "same"      every token on the same experts
+    "skipped"   about a third of the slots not routed: -1, E, and the ends of int32
+    "repeated"  one expert in all slots of a token
+    "none"      no slot routed
+    """
+    ids = np.stack([rng.permutation(experts)[:k] for _ in range(tokens)] or [np.zeros(k)]).astype(np.int32)[:tokens]
+    if pattern == "same":
+        ids = np.broadcast_to(ids[:1], ids.shape).copy()
+    elif pattern == "skipped":
+        outside = rng.choice(np.array([-1, experts, -(2**31), 2**31 - 1], np.int32), ids.shape)
+        ids = np.where(rng.random(ids.shape) < 1 / 3, outside, ids)
+    elif pattern == "repeated":
+        ids = np.broadcast_to(ids[:, :1], ids.shape).copy()
+    elif pattern == "none":
+        ids = rng.choice(np.array([-1, experts, -(2**31), 2**31 - 1], np.int32), ids.shape)
+    elif pattern != "uniform":
+        raise ValueError(f"unknown pattern {pattern!r}")
+    return ids
+
+
+DTYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
+
+
+def make_case(seed, *, tokens, experts, hidden, intermediate, k, x_dtype="bf16", weights="bf16", pattern="uniform",
+              poison=True):
+    """A random case: x standard normal, weights standard normal / 8, routing weights positive with sum 1.
+
+    poison: NaN in everything that must not be read or must not matter: experts and rows without a routed slot, and
+    the routing weights of slots that are not routed.
+    """
+    rng = np.random.default_rng(seed)
+    ids = make_ids(rng, tokens, experts, k, pattern)
+    x = rng.standard_normal((tokens, hidden)).astype(DTYPES[x_dtype])
+    routing = rng.random((tokens, k)) + 0.05
+    routing = (routing / routing.sum(-1, keepdims=True)).astype(np.float32)
+    routed = (ids >= 0) & (ids < experts)
+    idle = np.setdiff1d(np.arange(experts), ids)
+    if poison:
+        routing[~routed] = np.nan
+        x[~routed.any(-1)] = np.nan
+
+    def weight(*shape):
+        w = rng.standard_normal(shape, np.float32) / 8
+        if weights == "mxfp8":
+            values, scales = encode_mx(w)
+            if poison:
+                bytes_of(values)[idle], scales[idle] = 0x7F, 255
+            return values, scales
+        w = w.astype(DTYPES[weights])
+        if poison:
+            w[idle] = np.nan
+        return w
+
+    return Case(x, ids, routing, weight(experts, intermediate, hidden), weight(experts, intermediate, hidden),
+                weight(experts, hidden, intermediate))
+
+
+# ------------------------------------------------------------------------------------------------------ comparison
+
+
+def assert_close(y, case, *, h_dtype="float32", unit=UNIT["float32"]):
+    """Asserts that y [T, H] is the layer's output in x's dtype, within the derived bound of every element.
+
+    The bound holds for any order of summation in float32 and for weights with random signs, as `make_case` draws
+    them. Rows without a routed slot must be exactly zero; NaN is expected exactly where the exact output is NaN.
+
+    Args:
+      h_dtype: what the intermediate h [T, K, I] is stored in: "float32", "bfloat16", "float16" or "mxfp8".
+      unit: unit roundoff of the sums; `TENSOR_CORE_UNIT` where tensor cores may do them.
+
+    Returns:
+      The largest error relative to its bound, at most 1.
+    """
+    y = np.asarray(y)
+    assert y.dtype == case.x.dtype, f"y is {y.dtype}, x is {case.x.dtype}"
+    exact, bound = case.solve(h_dtype, unit)
+    return _compare("y", y, exact, bound + _store_error(np.abs(exact) + bound, y.dtype.name), case)
+
+
+def assert_hidden_close(h, case, *, unit=UNIT["float32"]):
+    """Asserts the same of the intermediate h [T, K, I], stored in its own dtype; slots not routed are exactly zero."""
+    h = np.asarray(h)
+    return _compare("h", h, *case.solve_hidden(h.dtype.name, unit), case)
+
+
+def _compare(name, got, exact, bound, case):
+    assert got.shape == exact.shape, f"{name} has shape {got.shape}, expected {exact.shape}"
+    got = got.astype(np.float64)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(exact), err_msg=f"{name}: NaN in other places than expected")
+    error, bound = (np.where(np.isnan(exact), 0.0, a) for a in (np.abs(got - exact), bound))
+    bad = error > bound
+    if bad.any():
+        worst = np.unravel_index(np.argmax(np.where(bad, error, -1)), error.shape)
+        raise AssertionError(
+            f"{bad.sum()} of {bad.size} elements of {name} beyond their bound in rows {np.unique(np.nonzero(bad)[0])}; "
+            f"worst: {name}{list(map(int, worst))} = {got[worst]}, exact {exact[worst]}, bound {bound[worst]:.3g}, "
+            f"ids {case.ids[worst[0]]}")
+    return float(np.max(error[bound > 0] / bound[bound > 0], initial=0.0))

@@ -1,0 +1,90 @@
+"""What the benchmarks rest on: their inputs, their byte counts, their clock and their report."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from bench import inputs, read_kernel, small_batch, timing
+from jax_warp_decode.presets import PRESETS, get_preset
+
+
+@pytest.mark.parametrize("pattern", inputs.PATTERNS)
+def test_routing_patterns(pattern):
+    preset = get_preset("qwen3-30b-a3b")
+    ids = inputs.routing_ids(np.random.default_rng(0), 32, preset, pattern)
+    assert ids.shape == (32, 8) and ids.min() >= 0 and ids.max() < 128
+    assert all(len(set(row)) == 8 for row in ids.tolist())
+    # Uniform: U = E (1 - (1 - K / E)^T) = 111.8 experts expected, with a deviation of about 3.
+    low, high = {"uniform": (100, 123), "one_hot": (8, 8), "zipf": (60, 108)}[pattern]
+    assert low <= len(np.unique(ids)) <= high
+
+
+@pytest.mark.parametrize("format,bytes_per_value", [("bf16", 2), ("mxfp8", 33 / 32)])
+def test_traffic_counts_unique_and_logical_bytes(format, bytes_per_value):
+    preset = get_preset("tiny-docs")
+    experts = jax.eval_shape(lambda key: inputs.make_experts(key, preset, format), jax.random.key(0))
+    experts = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), experts)
+    found = inputs.traffic(np.array([[0, 1, 2, 3], [3, 2, 1, 9]]), experts)
+    per_expert = 3 * 256 * 96 * bytes_per_value
+    assert (found.unique, found.logical) == (5 * per_expert, 8 * per_expert)
+
+
+def test_presets_are_keyed_by_their_names():
+    assert all(p.name == name and p.experts_per_token <= p.num_experts for name, p in PRESETS.items())
+
+
+def test_device_clock_spans_the_kernels_of_each_step():
+    # Two steps of two kernels, on two streams; summary lines and the host are no kernels.
+    trace = """
+        planes { name: "/device:GPU:0"
+          event_metadata { key: 1 value { id: 1 name: "gate_up" } }
+          event_metadata { key: 2 value { id: 2 name: "down" } }
+          lines { name: "Stream #13(Compute)" timestamp_ns: 100
+            events { metadata_id: 1 offset_ps: 0 duration_ps: 5000 }
+            events { metadata_id: 1 offset_ps: 50000 duration_ps: 5000 } }
+          lines { name: "Stream #14(Compute)" timestamp_ns: 100
+            events { metadata_id: 2 offset_ps: 7000 duration_ps: 3000 }
+            events { metadata_id: 2 offset_ps: 58000 duration_ps: 4000 } }
+          lines { name: "XLA Modules" events { metadata_id: 1 offset_ps: 0 duration_ps: 90000 } } }
+        planes { name: "/host:CPU"
+          event_metadata { key: 1 value { id: 1 name: "wait" } }
+          lines { name: "Stream #1" events { metadata_id: 1 offset_ps: 0 duration_ps: 90000 } } }
+    """
+    data = jax.profiler.ProfileData
+    events = timing.device_events(data.from_serialized_xspace(data.text_proto_to_serialized_xspace(trace)))
+    assert [e.name for e in events] == ["gate_up", "down", "gate_up", "down"]
+    assert timing.split_spans(events, steps=2) == [10, 12]
+    assert timing.split_spans(events, steps=3) == []
+
+
+def test_read_kernel_reads_every_element():
+    x = read_kernel.window(jax.random.key(0), 2 * read_kernel.CHUNK_BYTES)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        sums = read_kernel.read(x)
+    np.testing.assert_allclose(np.asarray(sums), np.asarray(x, np.float64).sum(2), atol=1e-3)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the report of a machine without a GPU")
+def test_small_batch_without_a_gpu_checks_results_and_says_so(tmp_path, capsys):
+    arguments = ["--model", "tiny-docs", "--batch", "2", "--format", "bf16", "--out", str(tmp_path)]
+    assert small_batch.main([*arguments, "--strategies", "warp_decode", "expert_centric", "tokamax_mosaic"]) == 0
+    assert "No NVIDIA GPU" in capsys.readouterr().out
+    report = json.loads((tmp_path / "small_batch-tiny-docs-uniform.json").read_text())
+    ours, conventional, tokamax = report["results"]
+    assert "no NVIDIA GPU" in ours["error"] and "error" in tokamax
+    assert conventional["relative_l2"] < 1e-2 and conventional["cosine"] > 0.9999 and "us" not in conventional
+    assert report["meta"]["jax"] == jax.__version__
+
+
+def test_small_batch_report_of_a_timed_run(tmp_path):
+    options = small_batch.parse(["--batch", "1", "8", "--format", "bf16", "--out", str(tmp_path)])
+    results = [
+        dict(format="bf16", strategy=name, batch=b, us=us * b, fraction_of_read=20 / us)
+        for name, us in (("read", 20.0), ("warp_decode", 25.0)) for b in (1, 8)]
+    small_batch.plot(tmp_path / "plot.png", options, results)
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+    assert "25.0  80%" in small_batch.summary(options, results)

@@ -1,0 +1,51 @@
+"""README stays true: its examples run, its commands are the tested ones, its map matches the tree."""
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf8")
+EXAMPLES = re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```python\n(.*?)^```", README, re.S | re.M)
+MAP = README.split("## Map of the code")[1]
+PACKAGE = ROOT / "jax_warp_decode"
+
+
+def test_every_example_was_found():
+    assert len(EXAMPLES) == README.count("```python") >= 3
+
+
+@pytest.mark.parametrize("code", [code for _, code in EXAMPLES], ids=[title for title, _ in EXAMPLES])
+def test_example_runs(code):
+    exec(compile(code, "README.md", "exec"), {})
+
+
+def test_commands_are_one_line_each_and_known():
+    commands = re.findall(r"^pip install uv && uv run (.+)$", README, re.M)
+    assert [re.sub(r"--\S+ (cuda\d+|aot) |--isolated ", "", command) for command in commands] == [
+        "jax-warp-decode demo", "pytest", "jax-warp-decode demo", "pytest"]
+
+
+def mapped_paths():
+    """Paths in backticks in the first column of the map; a bare name stands beside the path in front of it."""
+    for row in re.findall(r"^\| (`.+?) \|", MAP, re.M):
+        folder = ROOT
+        for name in re.findall(r"`([^`]+)`", row):
+            path = ROOT / name if "/" in name else folder / name
+            folder = path.parent
+            yield path
+
+
+def test_the_map_names_what_exists():
+    assert [str(path) for path in mapped_paths() if not path.exists()] == []
+    files = {path.name for folder in ("jax_warp_decode", "tests", "bench") for path in (ROOT / folder).rglob("*.py")}
+    assert [name for name in re.findall(r"`(\w+\.py)`", MAP) if name not in files] == []
+
+
+def test_the_map_covers_every_module():
+    paths = list(mapped_paths())
+    missing = [
+        str(file.relative_to(ROOT)) for file in PACKAGE.rglob("*.py")
+        if file not in paths and not any(folder in file.parents for folder in paths if folder != PACKAGE)]
+    assert missing == []
