@@ -13,6 +13,7 @@ import dataclasses
 import datetime
 import json
 import math
+import os
 import pathlib
 import shlex
 import statistics
@@ -136,7 +137,7 @@ def metadata() -> dict:
     return dict(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=shlex.join(["python", "-m", "bench.small_batch", *sys.argv[1:]]),
-        commit=output_of("git", "rev-parse", "HEAD"),
+        commit=output_of("git", "rev-parse", "HEAD") or os.environ.get("GIT_COMMIT"),  # where the tree has no .git
         device=jax.devices()[0].device_kind,
         driver=output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         jax=jax.__version__, jaxlib=jaxlib.__version__, xla_options=timing.GRAPH_OPTIONS)

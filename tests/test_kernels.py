@@ -7,8 +7,7 @@ import oracle
 import pytest
 
 from jax_warp_decode import ArgumentError, QuantizedArray, UnsupportedError, quantize
-from jax_warp_decode.kernels import (
-    DownConfig, GateUpConfig, moe_down_3d_batched, moe_gate_up_3d_batched, tile)
+from jax_warp_decode.kernels import DownConfig, GateUpConfig, moe_down_3d_batched, moe_gate_up_3d_batched, tile
 
 # (T, E, H, I, K). H and I that the widest step divides, that need an overlapping last step, and that are short.
 SHAPES = [(2, 4, 256, 96, 2), (1, 3, 96, 64, 3), (3, 3, 352, 192, 1), (1, 2, 704, 128, 2)]

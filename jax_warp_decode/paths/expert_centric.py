@@ -18,6 +18,9 @@ from jax_warp_decode.formats import FORMATS, dequantize
 from jax_warp_decode.paths.grouped_gemm import grouped_gemm
 from jax_warp_decode.routing import Routing
 
+# For indices that come from a sort: without it, XLA adds kernels that wrap and clamp them.
+IN_BOUNDS = dict(mode="promise_in_bounds", wrap_negative_indices=False)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +91,7 @@ def align(ids: jax.Array, num_experts: int) -> Alignment:
     expert = jnp.where(_routed(ids, num_experts), ids, E).reshape(-1)
     slot = jnp.arange(expert.size, dtype=jnp.int32)
     expert, order = lax.sort((expert, slot), num_keys=1, is_stable=True)
-    position = jnp.zeros_like(order).at[order].set(slot, unique_indices=True).reshape(ids.shape)
+    position = jnp.zeros_like(order).at[order].set(slot, unique_indices=True, **IN_BOUNDS).reshape(ids.shape)
     is_mine = expert[:, None] == jnp.arange(num_experts, dtype=jnp.int32)
     return Alignment(order, position, jnp.sum(is_mine, axis=0, dtype=jnp.int32))
 
@@ -97,7 +100,7 @@ def align(ids: jax.Array, num_experts: int) -> Alignment:
 def gather(x: jax.Array, alignment: Alignment) -> jax.Array:
     """Copies x [T, H] into one row per slot, [T * K, H], in the order of the experts."""
     K = alignment.position.shape[1]
-    return x[alignment.order // jnp.int32(K)]
+    return x.at[alignment.order // jnp.int32(K)].get(**IN_BOUNDS)
 
 
 @jax.named_scope("quantise")
@@ -132,7 +135,8 @@ def combine(out: jax.Array, alignment: Alignment, routing: Routing, num_experts:
     y = jnp.zeros((routed.shape[0], out.shape[1]), jnp.float32)
     for k in range(routed.shape[1]):
         # Rows of slots that are not routed were never written: select before the product, in the gradient too.
-        y += jnp.where(routed[:, k, None], out[alignment.position[:, k]], jnp.float32(0)) * weights[:, k, None]
+        slot = out.at[alignment.position[:, k]].get(**IN_BOUNDS)
+        y += jnp.where(routed[:, k, None], slot, jnp.float32(0)) * weights[:, k, None]
     return y
 
 

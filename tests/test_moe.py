@@ -1,0 +1,223 @@
+"""The op: every strategy against the oracle, the choice between them, transforms, and what is refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from jax_warp_decode import (
+    ArgumentError,
+    ExpertWeights,
+    Routing,
+    UnsupportedError,
+    available_strategies,
+    choose,
+    moe,
+    quantize,
+)
+
+SMALL = dict(tokens=2, experts=4, hidden=128, intermediate=64, k=2)
+H_DTYPE = {"bf16": "float32", "mxfp8": "bfloat16"}  # the intermediate of warp decode, by weight format
+
+
+def run(case, **options):
+    return moe(*case.args(), **options)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "mxfp8"])
+def test_warp_decode_interpreted(weights):
+    case = oracle.make_case(1, **SMALL, weights=weights, pattern="skipped")
+    oracle.assert_close(run(case, strategy="warp_decode", interpret=True), case, h_dtype=H_DTYPE[weights])
+
+
+@pytest.mark.parametrize("strategy", ["expert_centric", "reference", "auto"])
+@pytest.mark.parametrize("x_dtype,weights", [("bf16", "bf16"), ("bf16", "mxfp8"), ("f32", "f32"), ("f16", "f16")])
+def test_strategies_that_run_anywhere(strategy, x_dtype, weights):
+    case = oracle.make_case(2, **SMALL, x_dtype=x_dtype, weights=weights, pattern="skipped")
+    h_dtype = "float32" if strategy == "reference" else case.x.dtype.name
+    oracle.assert_close(jax.jit(functools.partial(moe, strategy=strategy))(*case.args()), case, h_dtype=h_dtype)
+
+
+def test_d03_ids_that_mean_not_here():
+    """Skipped slots add exactly nothing, whatever their weight holds; the shares of four devices add up to the layer."""
+    for nowhere in (-1, 8):
+        case = oracle.make_case(3, tokens=4, experts=8, hidden=64, intermediate=64, k=2, poison=False)
+        x, _, experts = case.args()
+        ids = jnp.array([[0, 5], [7, nowhere], [nowhere, nowhere], [3, 2]], jnp.int32)
+        weights = jnp.array([[0.6, 0.4], [0.7, jnp.nan], [jnp.nan, jnp.nan], [0.9, 0.1]], jnp.float32)
+        one_device = moe(x.astype(jnp.float32), Routing(ids, weights), experts, strategy="reference")
+        assert np.isfinite(one_device).all() and not np.asarray(one_device[2]).any()
+        for strategy in ("expert_centric", "reference"):
+            parts = [moe(x, Routing(ids - first, weights), jax.tree.map(lambda w, f=first: w[f:f + 2], experts),
+                         strategy=strategy).astype(jnp.float32) for first in range(0, 8, 2)]
+            np.testing.assert_allclose(sum(parts), one_device, atol=0.02 * float(jnp.abs(one_device).max()))
+            assert not np.asarray(sum(parts)[2]).any()
+
+
+def test_auto_without_a_gpu_says_so():
+    x, routing, experts = oracle.make_case(0, **SMALL).args()
+    choice = choose(2, experts, experts_per_token=2, x_dtype=x.dtype)
+    assert choice.strategy == "expert_centric" and "no NVIDIA GPU" in choice.reason
+    reasons = available_strategies()
+    assert set(reasons) == {"warp_decode", "expert_centric", "reference"}
+    assert reasons["warp_decode"] and not reasons["expert_centric"]
+
+
+def test_warp_decode_without_a_gpu_names_the_two_ways_out():
+    with pytest.raises(UnsupportedError, match=r"(?s)no NVIDIA GPU.*cuda12.*interpret=True"):
+        run(oracle.make_case(0, **SMALL), strategy="warp_decode")
+
+
+def test_auto_switches_by_load_and_explains_it():
+    w = jax.ShapeDtypeStruct((128, 768, 2048), jnp.bfloat16)
+    experts = ExpertWeights(w, w, jax.ShapeDtypeStruct((128, 2048, 768), jnp.bfloat16))
+    pick = functools.partial(choose, experts=experts, experts_per_token=8, x_dtype=jnp.bfloat16, interpret=True)
+    assert pick(1).strategy == "warp_decode" and "pairs per expert" in pick(1).reason
+    assert pick(512).strategy == "expert_centric" and "more than" in pick(512).reason
+    assert pick(512, strategy="warp_decode").strategy == "warp_decode"  # a named strategy is never replaced
+    odd = ExpertWeights(*(jax.ShapeDtypeStruct((4, 40, 40), jnp.bfloat16),) * 3)
+    choice = choose(1, odd, experts_per_token=1, x_dtype=jnp.bfloat16, interpret=True)
+    assert choice.strategy == "expert_centric" and "multiples of 32" in choice.reason
+    with pytest.raises(UnsupportedError, match="multiples of 32"):
+        choose(1, odd, experts_per_token=1, x_dtype=jnp.bfloat16, interpret=True, strategy="warp_decode")
+    choice = choose(1, experts, experts_per_token=8, x_dtype=jnp.float32, interpret=True)
+    assert choice.strategy == "expert_centric" and "float32" in choice.reason
+
+
+@pytest.mark.parametrize("strategy", ["expert_centric", "reference"])
+def test_no_tokens(strategy):
+    case = oracle.make_case(4, **{**SMALL, "tokens": 0})
+    y = jax.jit(functools.partial(moe, strategy=strategy))(*case.args())
+    assert y.shape == (0, 128) and y.dtype == jnp.bfloat16
+
+
+def test_no_tokens_in_warp_decode():
+    y = run(oracle.make_case(4, **{**SMALL, "tokens": 0}), strategy="warp_decode", interpret=True)
+    assert y.shape == (0, 128) and y.dtype == jnp.bfloat16
+
+
+# ---------------------------------------------------------------------------------------------------- transforms
+
+
+def test_vmap_over_tokens_is_one_launch_and_equals_the_batch():
+    case = oracle.make_case(5, tokens=4, experts=4, hidden=64, intermediate=32, k=2, pattern="uniform")
+    x, routing, experts = case.args()
+    layer = functools.partial(moe, strategy="warp_decode", interpret=True)
+    want = np.asarray(layer(x, routing, experts))
+    pairs = jax.tree.map(lambda a: a.reshape(2, 2, *a.shape[1:]), (x, routing))
+    y = jax.vmap(layer, in_axes=(0, 0, None))(*pairs, experts)
+    np.testing.assert_array_equal(np.asarray(y).reshape(4, -1), want)
+    shared = jax.vmap(layer, in_axes=(0, None, None))(pairs[0], Routing(routing.ids[:2], routing.weights[:2]), experts)
+    np.testing.assert_array_equal(np.asarray(shared[0]), want[:2])
+
+
+def test_vmap_over_weights_is_refused_clearly():
+    x, routing, experts = oracle.make_case(5, **SMALL).args()
+    stacked = jax.tree.map(lambda w: jnp.stack([w, w]), experts)
+    layer = functools.partial(moe, strategy="warp_decode", interpret=True)
+    with pytest.raises(UnsupportedError, match="vmap over expert weights"):
+        jax.vmap(layer, in_axes=(None, None, 0))(x, routing, stacked)
+
+
+def test_scan_over_layers_with_donated_activations():
+    cases = [oracle.make_case(seed, **SMALL) for seed in (6, 7)]
+    x, routing, _ = cases[0].args()
+    stacked = jax.tree.map(lambda *w: jnp.stack(w), *(case.args()[2] for case in cases))
+    stacked = jax.tree.map(lambda w: jnp.nan_to_num(w), stacked)
+    routing = Routing(jnp.array([[0, 1], [2, 3]]), jnp.full((2, 2), 0.5))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def model(x, stacked):
+        return jax.lax.scan(lambda x, layer: (x + moe(x, routing, layer, strategy="reference"), None), x, stacked)[0]
+
+    want = x
+    for i in range(2):
+        layer = jax.tree.map(lambda w, i=i: w[i], stacked)
+        want = want + moe(want, routing, layer, strategy="reference")
+    np.testing.assert_array_equal(np.asarray(model(x.copy(), stacked)), np.asarray(want))
+
+
+def test_scan_over_warp_decode_layers():
+    case = oracle.make_case(8, tokens=1, experts=2, hidden=64, intermediate=32, k=1)
+    x, routing, experts = case.args()
+    experts = jax.tree.map(lambda w: jnp.nan_to_num(w), experts)
+    stacked = jax.tree.map(lambda w: jnp.stack([w, w]), experts)
+    layer = functools.partial(moe, strategy="warp_decode", interpret=True)
+    ys = jax.lax.scan(lambda c, w: (c, layer(x, routing, w)), 0, stacked)[1]
+    want = np.asarray(layer(x, routing, experts))
+    np.testing.assert_array_equal(np.asarray(ys), np.stack([want, want]))
+
+
+def test_gradient_of_warp_decode_is_refused_with_the_way_out():
+    x, routing, experts = oracle.make_case(9, **SMALL).args()
+    with pytest.raises(UnsupportedError, match="expert_centric"):
+        jax.grad(lambda x: moe(x, routing, experts, strategy="warp_decode", interpret=True).sum())(
+            x.astype(jnp.bfloat16))
+
+
+def test_x64_mode_changes_nothing():
+    case = oracle.make_case(10, **SMALL, pattern="skipped")
+    want = {s: np.asarray(run(case, strategy=s)) for s in ("expert_centric", "reference")}
+    with jax.enable_x64(True):
+        for strategy, y in want.items():
+            x, routing, experts = case.args()
+            wide = Routing(routing.ids.astype(jnp.int64), routing.weights.astype(jnp.float64))
+            got = moe(x, wide, experts, strategy=strategy)
+            assert got.dtype == x.dtype
+            np.testing.assert_array_equal(np.asarray(got), y)
+
+
+# ------------------------------------------------------------------------------------------------------ bad input
+
+
+def good():
+    x, routing, experts = oracle.make_case(0, **SMALL, poison=False).args()
+    return dict(x=x, routing=routing, experts=experts)
+
+
+def with_weights(**change):
+    experts = good()["experts"]
+    return ExpertWeights(**{**{n: getattr(experts, n) for n in ("w_gate", "w_up", "w_down")}, **change})
+
+
+@pytest.mark.parametrize("change,words", [
+    (lambda: dict(x=jnp.ones((1, 2, 128), jnp.bfloat16)), ["x", "(1, 2, 128)", "[T, H]", "reshape"]),
+    (lambda: dict(x=jnp.ones((2, 64), jnp.bfloat16)), ["x", "(2, 64)", "128", "w_gate"]),
+    (lambda: dict(x=jnp.ones((2, 128), jnp.int32)), ["x", "int32", "bfloat16"]),
+    (lambda: dict(routing=(1, 2)), ["routing", "tuple", "Routing"]),
+    (lambda: dict(routing=Routing(jnp.ones((2, 2)), jnp.ones((2, 2)))), ["ids", "float32", "integer"]),
+    (lambda: dict(routing=Routing(jnp.ones((3, 2), int), jnp.ones((3, 2)))), ["ids", "(3, 2)", "2"]),
+    (lambda: dict(routing=Routing(jnp.ones((2, 2), int), jnp.ones((2, 1)))), ["weights", "(2, 1)", "(2, 2)"]),
+    (lambda: dict(routing=Routing(jnp.ones((2, 5), int), jnp.ones((2, 5)))), ["ids", "5", "E = 4"]),
+    (lambda: dict(routing=Routing(jnp.ones((2, 2), int), jnp.ones((2, 2), int))), ["weights", "int"]),
+    (lambda: dict(experts=jnp.ones(3)), ["experts", "ExpertWeights"]),
+    (lambda: dict(experts=with_weights(w_up=jnp.ones((4, 32, 128), jnp.bfloat16))), ["w_up", "(4, 32, 128)"]),
+    (lambda: dict(experts=with_weights(w_up=jnp.ones((3, 64, 128), jnp.bfloat16))), ["w_up", "(3, 64, 128)"]),
+    (lambda: dict(experts=with_weights(w_down=jnp.ones((4, 64, 128), jnp.bfloat16))), ["w_down", "[E, H, I]"]),
+    (lambda: dict(experts=with_weights(w_down=jnp.ones((4, 128), jnp.bfloat16))), ["w_down", "(4, 128)", "three"]),
+    (lambda: dict(experts=with_weights(w_gate=jnp.ones((4, 64, 128), jnp.int8))), ["w_gate", "int8"]),
+    (lambda: dict(experts=with_weights(w_up=quantize(jnp.ones((4, 64, 128)), "mxfp8"))), ["mixed formats"]),
+    (lambda: dict(strategy="warp"), ["strategy", "warp", "warp_decode", "expert_centric"]),
+    (lambda: dict(activation="swish"), ["activation", "swish", "silu"]),
+    (lambda: dict(activation_format="fp8"), ["activation_format", "fp8", "mxfp8"]),
+    (lambda: dict(activation_format="mxfp8", strategy="reference"), ["activation_format", "expert_centric"]),
+])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_bad_arguments_are_named(change, words, jitted):
+    arguments = {**good(), **change()}
+    options = {n: arguments.pop(n) for n in list(arguments) if n not in ("x", "routing", "experts")}
+    call = functools.partial(moe, **options)
+    with pytest.raises(ArgumentError) as caught:
+        (jax.jit(call) if jitted and not isinstance(arguments["routing"], tuple) else call)(**arguments)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_scales_of_the_wrong_shape_are_refused():
+    experts = good()["experts"].quantize("mxfp8")
+    bad = ExpertWeights(experts.w_gate, type(experts.w_up)(experts.w_up.values, experts.w_up.scales[:, :, :1], "mxfp8"),
+                        experts.w_down)
+    with pytest.raises(ArgumentError, match=r"experts.w_up.*\(4, 64, 1\)"):
+        moe(good()["x"], good()["routing"], bad)
