@@ -2,7 +2,8 @@
 
     python -m bench.gpu_report --out bench/results [arguments of bench.small_batch]
 
-Writes gpu_tests.json (commit, device, outcome of every test) beside the benchmark's files. Exit code 1 if a test failed.
+Writes gpu_tests.json (commit, device, outcome of every test) beside the benchmark's files. Exit code 1 if a test
+failed.
 """
 
 import argparse
@@ -35,7 +36,7 @@ def main() -> int:
 
     from bench import small_batch  # imported late: importing jax takes the GPU's memory
 
-    meta = {**small_batch.metadata(), "command": "python -m pytest --gpu tests/test_gpu.py"}
+    meta = {**small_batch.metadata("gpu_report"), "command": "python -m pytest --gpu tests/test_gpu.py"}
     count = {o: list(outcomes.values()).count(o) for o in sorted(set(outcomes.values()))}
     path = options.out / "gpu_tests.json"
     path.write_text(json.dumps(dict(meta=meta, count=count, outcomes=outcomes), indent=1) + "\n")

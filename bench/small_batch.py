@@ -133,10 +133,14 @@ def output_of(*command) -> str | None:
         return None
 
 
-def metadata() -> dict:
+def metadata(module: str) -> dict:
+    """Where a result comes from. The output folder is the reader's own, so the command names none."""
+    words = list(sys.argv[1:])
+    if "--out" in words:
+        words[words.index("--out") + 1] = "OUT"
     return dict(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        command=shlex.join(["python", "-m", "bench.small_batch", *sys.argv[1:]]),
+        command=shlex.join(["python", "-m", f"bench.{module}", *words]),
         commit=output_of("git", "rev-parse", "HEAD") or os.environ.get("GIT_COMMIT"),  # where the tree has no .git
         device=jax.devices()[0].device_kind,
         driver=output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
@@ -243,7 +247,7 @@ def main(argv=None) -> int:
         print("No NVIDIA GPU: results are compared with the reference, nothing is timed.")
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"small_batch-{options.model}-{options.pattern}.json"
-    meta, results = metadata(), []
+    meta, results = metadata("small_batch"), []
     for result in run(options):
         print(describe_row(result), flush=True)
         results.append(result)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import ExpertWeights
 from jax_warp_decode.kernels import checks
+from jax_warp_decode.paths import grouped_gemm
 
 STRATEGIES = ("warp_decode", "expert_centric", "reference")
 
@@ -44,7 +45,7 @@ def no_gpu_reason() -> str:
 
 def available_strategies() -> dict[str, str]:
     """Every strategy with an empty string if it can run on the default device, else the reason why not."""
-    return {"warp_decode": no_gpu_reason(), "expert_centric": "", "reference": ""}
+    return {"warp_decode": no_gpu_reason(), "expert_centric": grouped_gemm.refusal(16, 16), "reference": ""}
 
 
 def _shape_reason(experts: ExpertWeights, x_dtype) -> str:
@@ -58,6 +59,14 @@ def _shape_reason(experts: ExpertWeights, x_dtype) -> str:
     except (ArgumentError, UnsupportedError) as error:
         return str(error)
     return ""
+
+
+def _grouped_gemm_reason(experts: ExpertWeights, x_dtype) -> str:
+    """Why the grouped GEMM of expert_centric cannot take these operands here, or an empty string."""
+    if jnp.dtype(x_dtype) not in grouped_gemm.HALF:
+        return ""  # full precision runs on any device
+    sizes = (experts.hidden, experts.intermediate)
+    return grouped_gemm.refusal(*sizes) if jax.default_backend() == "gpu" else ""
 
 
 def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dtype, strategy: str = "auto",
@@ -85,17 +94,26 @@ def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
     """
     if strategy not in ("auto", *STRATEGIES):
         raise ArgumentError(f"strategy: got {strategy!r}, expected 'auto' or one of {list(STRATEGIES)}")
-    if strategy in ("expert_centric", "reference"):
+    if strategy == "reference":
+        return Choice(strategy, "asked for")
+    conventional = _grouped_gemm_reason(experts, x_dtype)
+    if strategy == "expert_centric":
+        if conventional:
+            raise UnsupportedError(conventional)
         return Choice(strategy, "asked for")
     refused = ("" if interpret else no_gpu_reason()) or _shape_reason(experts, x_dtype)
     if strategy == "warp_decode":
         if refused:
             raise UnsupportedError(f"strategy: 'warp_decode' cannot run: {refused}")
         return Choice(strategy, "asked for")
+    if refused and conventional:
+        return Choice("reference", f"warp_decode cannot run: {refused}; expert_centric cannot run: {conventional}")
     if refused:
         return Choice("expert_centric", f"warp_decode cannot run: {refused}")
     load = tokens * experts_per_token / experts.num_experts
     pairs = f"{tokens} tokens x {experts_per_token} slots on {experts.num_experts} experts: {load:.3g} pairs per expert"
+    if load > CROSSOVER and conventional:
+        return Choice("warp_decode", f"{pairs}, more than {CROSSOVER}, but expert_centric cannot run: {conventional}")
     if load > CROSSOVER:
         return Choice("expert_centric", f"{pairs}, more than {CROSSOVER}")
     return Choice("warp_decode", f"{pairs}, at most {CROSSOVER}")

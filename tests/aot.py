@@ -33,12 +33,14 @@ CASES = "aot_cases:aot_cases"
 PINNED = {"nvidia-cuda-nvcc": "13.0.88", "nvidia-nvvm": "13.0.88", "nvidia-cuda-nvdisasm": "13.5.37"}
 PINNED_TO_JAX = ("jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 
-# What XLA asks about a device that is not there. Kernels depend on the compute capability alone.
+# What XLA asks about a device that is not there. Kernels depend on the compute capability alone; what XLA fuses, on
+# the rest too.
 DEVICE = """
 platform_name: "CUDA"
 gpu_device_info {{
   cuda_compute_capability {{ major: {} minor: {} }}
-  core_count: 132  fpus_per_core: 128  threads_per_warp: 32
+  core_count: 132  fpus_per_core: 128  threads_per_warp: 32  clock_rate_ghz: 1.98
+  memory_bandwidth: 4800000000000  l2_cache_size: 52428800
   threads_per_block_limit: 1024  threads_per_core_limit: 2048
   block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
   registers_per_block_limit: 65536  registers_per_core_limit: 65536

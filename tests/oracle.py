@@ -271,13 +271,13 @@ def make_case(seed, *, tokens, experts, hidden, intermediate, k, x_dtype="bf16",
         x[~routed.any(-1)] = np.nan
 
     def weight(*shape):
-        w = rng.standard_normal(shape, np.float32) / 8
-        if weights == "mxfp8":
-            values, scales = encode_mx(w)
+        if weights == "mxfp8":  # also standard normal / 8 on average: 2^5 * 2^(119 - 127) = 1 / 8
+            values = (rng.standard_normal(shape, np.float32) * 32).astype(ml_dtypes.float8_e4m3fn)
+            scales = rng.integers(117, 122, (*shape[:-1], shape[-1] // BLOCK), np.uint8)
             if poison:
                 bytes_of(values)[idle], scales[idle] = 0x7F, 255
             return values, scales
-        w = w.astype(DTYPES[weights])
+        w = (rng.standard_normal(shape, np.float32) / 8).astype(DTYPES[weights])
         if poison:
             w[idle] = np.nan
         return w

@@ -68,7 +68,6 @@ def test_read_kernel_reads_every_element():
     np.testing.assert_allclose(np.asarray(sums), np.asarray(x, np.float64).sum(2), atol=1e-3)
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the report of a machine without a GPU")
 def test_small_batch_without_a_gpu_checks_results_and_says_so(tmp_path, capsys):
     arguments = ["--model", "tiny-docs", "--batch", "2", "--format", "bf16", "--out", str(tmp_path)]
     assert small_batch.main([*arguments, "--strategies", "warp_decode", "expert_centric", "tokamax_mosaic"]) == 0

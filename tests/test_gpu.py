@@ -15,12 +15,13 @@ from jax_warp_decode.paths import warp_decode
 
 pytestmark = pytest.mark.gpu
 
-# (E, H, I, K): models with fewer experts, sizes off every tile, and the bundled model.
-SHAPES = {"qwen3-30b": (16, 2048, 768, 8), "gpt-oss": (4, 2880, 2880, 4), "gemma4": (8, 2816, 704, 8),
-          "tiny-docs": (16, 256, 96, 4), "odd": (3, 96, 64, 3), "deepseek": (4, 7168, 2048, 2)}
+# (E, H, I, K): real sizes with few experts, sizes off every tile, and the bundled model.
+SHAPES = {"qwen3-30b": (8, 2048, 768, 8), "gpt-oss": (2, 2880, 2880, 2), "gemma4": (4, 2816, 704, 4),
+          "tiny-docs": (16, 256, 96, 4), "odd": (3, 96, 64, 3), "deepseek": (2, 7168, 2048, 1)}
 H_DTYPE = {"bf16": "float32", "f16": "float32", "mxfp8": "bfloat16"}  # the intermediate of warp decode
 
 
+@functools.cache  # drawing the weights of a real size takes longer than running the layer
 def make(shape, tokens, seed=0, **options):
     E, H, I, K = SHAPES[shape]
     return oracle.make_case(seed, tokens=tokens, experts=E, hidden=H, intermediate=I, k=K, **options)
@@ -28,7 +29,7 @@ def make(shape, tokens, seed=0, **options):
 
 @pytest.mark.parametrize("weights", ["bf16", "mxfp8"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize("tokens", [1, 8])
 def test_warp_decode_matches_the_oracle(shape, tokens, weights):
     case = make(shape, tokens, seed=tokens, weights=weights, pattern="uniform" if tokens == 1 else "skipped")
     y = jax.jit(functools.partial(moe, strategy="warp_decode"))(*case.args())
@@ -109,7 +110,7 @@ def test_replays_are_bitwise_equal_and_leave_nothing_unwritten():
 
 def test_a_token_does_not_depend_on_its_batch():
     """Bitwise, for a fixed config. (The heuristic may sum in another order at another batch size.)"""
-    x, routing, experts = make("qwen3-30b", 8).args()
+    x, routing, experts = make("qwen3-30b", 8, weights="bf16").args()
     gate_up, down = GateUpConfig(32, 1, 4), DownConfig(32, 2, 4)
 
     def layer(x, ids, weights):

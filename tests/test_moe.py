@@ -42,7 +42,7 @@ def test_strategies_that_run_anywhere(strategy, x_dtype, weights):
 
 
 def test_d03_ids_that_mean_not_here():
-    """Skipped slots add exactly nothing, whatever their weight holds; the shares of four devices add up to the layer."""
+    """Skipped slots add nothing, whatever their weight holds; the shares of four devices add up to the layer."""
     for nowhere in (-1, 8):
         case = oracle.make_case(3, tokens=4, experts=8, hidden=64, intermediate=64, k=2, poison=False)
         x, _, experts = case.args()

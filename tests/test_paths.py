@@ -22,7 +22,6 @@ PATHS = {
 }
 EXACT_ACTIVATIONS = ("reference", "expert_centric")
 STORED = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
-ON_GPU = jax.default_backend() == "gpu"
 
 
 @functools.cache  # one compilation per path and shape, whatever the routing
@@ -36,9 +35,6 @@ def run(case, path):
 
 def assert_right(y, case, path, x_dtype="bf16"):
     """Within the derived bound, which depends on how the path stores the intermediate."""
-    if ON_GPU and path != "reference":  # tensor cores round each projection as well: the bound of the fault cases
-        assert row_errors(y, case).max(initial=0) < 1e-2
-        return
     if path == "expert_centric-mxfp8":
         oracle.assert_close(y, case.with_mxfp8_x(), h_dtype="mxfp8")
     else:
@@ -102,9 +98,7 @@ def test_sizes_that_no_large_tile_divides(path, hidden, intermediate):
 
 
 @pytest.mark.parametrize("path", EXACT_ACTIVATIONS)
-def test_sizes_of_any_kind_on_a_cpu(path):
-    if ON_GPU and path != "reference":
-        pytest.skip("refused on a GPU, see test_a_gpu_refuses_sizes_of_its_kernel")
+def test_sizes_of_any_kind_on_a_cpu(path):  # a GPU refuses them, see below
     case = oracle.make_case(6, tokens=9, experts=4, hidden=7, intermediate=5, k=2, pattern="skipped")
     assert_right(run(case, path), case, path)
 
@@ -338,13 +332,3 @@ def test_cuda_kernel_interpreted(sizes, n, k):
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         out = jax.vmap(kernel, in_axes=(0, None, 0))(jnp.asarray(rows), jnp.asarray(w), jnp.asarray(sizes))
     np.testing.assert_allclose(np.asarray(out)[covered], want[covered], rtol=2**-8, atol=1e-4)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("weights", ["bf16", "mxfp8"])
-@pytest.mark.parametrize("tokens", [1, 7, 64, 1025])
-@pytest.mark.parametrize("pattern", ["uniform", "skipped", "same"])
-def test_expert_centric_on_a_gpu(tokens, weights, pattern):
-    case = oracle.make_case(23, tokens=tokens, experts=60, hidden=256, intermediate=96, k=4, pattern=pattern,
-                            weights=weights)
-    assert row_errors(run(case, "expert_centric"), case).max() < 1e-2

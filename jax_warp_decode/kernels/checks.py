@@ -82,6 +82,7 @@ def config_fits(name: str, rows: RowTile, n: int, unroll: int) -> None:
     if rows.lanes not in (4, 8, 16, 32) or rows.step > rows.cols or rows.rows < 1 or n % rows.out_rows:
         raise ArgumentError(
             f"config: lanes={rows.lanes}, rows={rows.rows} do not fit {name} [.., {n}, {rows.cols}]; lanes must "
-            f"be 4, 8, 16 or 32, cover at most one row ({rows.vec} columns each), and {rows.out_rows} rows must divide {n}")
+            f"be 4, 8, 16 or 32 and cover at most one row ({rows.vec} columns each), and a warpgroup's {rows.out_rows} "
+            f"rows must divide {n}")
     if unroll < 1:
         raise ArgumentError(f"config: got unroll={unroll}, expected at least 1")

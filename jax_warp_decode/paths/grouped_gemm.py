@@ -76,16 +76,16 @@ def _forward(rows, w, group_sizes):
     if jnp.dtype(rows.dtype) not in HALF:
         return _scan(rows, w, group_sizes)
     n, k = w.shape[1:]
-    refusal = _refusal(n, k)
-    if refusal and jax.default_backend() == "gpu":
-        raise UnsupportedError(refusal)
-    if refusal:  # no CUDA branch: lowering for CUDA from here fails too
+    reason = refusal(n, k)
+    if reason and jax.default_backend() == "gpu":
+        raise UnsupportedError(reason)
+    if reason:  # no CUDA branch: lowering for CUDA from here fails too
         return lax.platform_dependent(rows, w, group_sizes, cpu=_scan)
     on_cuda = kernel(choose_config(rows.shape[0], n, k, w.shape[0]))
     return lax.platform_dependent(rows, w, group_sizes, cuda=on_cuda, default=_scan)
 
 
-def _refusal(n: int, k: int) -> str:
+def refusal(n: int, k: int) -> str:
     """Why the CUDA kernel cannot multiply by weights [E, N, K] here, or an empty string."""
     if n % MULTIPLE or k % MULTIPLE:
         return (f"experts: got a weight [E, {n}, {k}], the grouped GEMM of 'expert_centric' needs multiples of "
