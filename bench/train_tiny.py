@@ -41,7 +41,7 @@ from jax_warp_decode.layers import MoE
 from jax_warp_decode.models import Qwen3Moe, Qwen3MoeConfig
 
 CONFIG = Qwen3MoeConfig(
-    vocab_size=256, hidden_size=256, moe_intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+    vocab_size=256, hidden_size=256, moe_intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=2, head_dim=64, num_experts=16, num_experts_per_tok=4, norm_topk_prob=True,
     max_position_embeddings=512, tie_word_embeddings=True)
 

@@ -2,8 +2,8 @@
 
     python -m bench.tune_kernels --model qwen3-30b-a3b --batch 1 8 --out bench/results
 
-For every format and batch size, each candidate runs over rotated weights (several layers, well past L2) with fresh
-uniform routing, all under one profiler trace; its figure is the median kernel time.
+For every format and batch size, each candidate runs as a chain of layers with weights and routing of their own, the
+way bench.small_batch times a whole layer: all that one step reads is several times the L2 cache.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import itertools
 import json
 import pathlib
 import statistics
-import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -38,32 +37,15 @@ def candidates(cols: int, n: int, itemsize: int, rows_per_pass: int) -> list[tup
     return list(dict.fromkeys(found))
 
 
-def median_times(name: str, fns: list, args_per_layer: list[tuple], repeats: int) -> list[float]:
-    """Median microseconds of the kernel `name` in each fn, over all layers."""
-
-    def compile_one(fn):
-        return jax.jit(fn).lower(*args_per_layer[0]).compile()
-
+def layer_times(fns: list, layers: list[tuple], steps: int) -> list[float]:
+    """Median microseconds per layer of each fn, chained over the layers as in bench.small_batch."""
+    lowered = [timing.lower_step(fn, layers, "candidate") for fn in fns]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        compiled = list(pool.map(compile_one, fns))
-    for fn in compiled:
-        jax.block_until_ready(fn(*args_per_layer[0]))
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for fn in compiled:
-                for args in args_per_layer * repeats:
-                    out = fn(*args)
-                jax.block_until_ready(out)
-        (trace,) = pathlib.Path(folder).glob("**/*.xplane.pb")
-        events = timing.device_events(jax.profiler.ProfileData.from_file(str(trace)))
-    us = [(e.end_ns - e.start_ns) / 1e3 for e in events if name in e.name]
-    size = len(args_per_layer) * repeats
-    if len(us) != size * len(fns):
-        raise RuntimeError(f"expected {size} x {len(fns)} launches of {name} in the trace, found {len(us)}")
-    return [statistics.median(us[i:i + size]) for i in range(0, len(us), size)]
+        compiled = list(pool.map(timing.compile_step, lowered))
+    return [timing.time_step(step, layers, steps).us for step in compiled]
 
 
-def sweep(preset, format: str, batch: int, experts: list, repeats: int, h_dtype) -> list[dict]:
+def sweep(preset, format: str, batch: int, experts: list, options, h_dtype) -> list[dict]:
     """One result per kernel: microseconds of every candidate, best first."""
     H, I, K, size = preset.hidden, preset.intermediate, preset.experts_per_token, ITEMSIZE[format]
     rng = np.random.default_rng(batch)
@@ -77,9 +59,11 @@ def sweep(preset, format: str, batch: int, experts: list, repeats: int, h_dtype)
         "moe_down": (moe_down_3d_batched, DownConfig, candidates(I, H, size, K), 1 / 3, {},
                      [(h, r.ids, r.weights, e.w_down) for r, e in zip(routing, experts, strict=True)])}
     results = []
-    for name, (kernel, config, found, share, options, args) in kernels.items():
-        fns = [functools.partial(kernel, config=config(*c), **options) for c in found]
-        ranked = sorted(zip(median_times(name, fns, args, repeats), found, strict=True))
+    for name in options.kernel:
+        kernel, config, found, share, keywords, args = kernels[name]
+        found = [c for c in found if c[0] in options.lanes]
+        fns = [functools.partial(kernel, config=config(*c), **keywords) for c in found]
+        ranked = sorted(zip(layer_times(fns, args, options.steps), found, strict=True))
         print(f"{preset.name} {format} B={batch} {name}: {unique * share / 1e6:.0f} MB  "
               + "  ".join(f"{c}: {us:.1f}" for us, c in ranked[:6]), flush=True)
         results.append(dict(model=preset.name, format=format, batch=batch, kernel=name, h_dtype=str(jnp.dtype(h_dtype)),
@@ -92,8 +76,10 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-30b-a3b", choices=sorted(PRESETS))
     parser.add_argument("--format", nargs="+", default=list(ITEMSIZE), choices=ITEMSIZE)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--kernel", nargs="+", default=["moe_gate_up", "moe_down"], choices=["moe_gate_up", "moe_down"])
+    parser.add_argument("--lanes", nargs="+", type=int, default=[32, 16, 8])
     parser.add_argument("--h-dtype", nargs="+", default=["float32", "bfloat16"], help="of the intermediate")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     options = parser.parse_args()
@@ -101,7 +87,7 @@ def main() -> None:
     for format in options.format:
         experts = [inputs.make_experts(jax.random.key(i), preset, format) for i in range(options.layers)]
         for batch, h_dtype in itertools.product(options.batch, options.h_dtype):
-            results += sweep(preset, format, batch, experts, options.repeats, jnp.dtype(h_dtype))
+            results += sweep(preset, format, batch, experts, options, jnp.dtype(h_dtype))
     path = options.out / f"tune_kernels-{options.model}.json"
     path.write_text(json.dumps(dict(meta=small_batch.metadata("tune_kernels"), results=results), indent=1) + "\n")
     print(f"wrote {path}")

@@ -45,7 +45,7 @@ def no_gpu_reason() -> str:
 
 def available_strategies() -> dict[str, str]:
     """Every strategy with an empty string if it can run on the default device, else the reason why not."""
-    return {"warp_decode": no_gpu_reason(), "expert_centric": grouped_gemm.refusal(16, 16), "reference": ""}
+    return {"warp_decode": no_gpu_reason(), "expert_centric": grouped_gemm.refusal(grouped_gemm.MULTIPLE, grouped_gemm.MULTIPLE), "reference": ""}
 
 
 def _shape_reason(experts: ExpertWeights, x_dtype) -> str:
@@ -65,7 +65,7 @@ def _grouped_gemm_reason(experts: ExpertWeights, x_dtype) -> str:
     """Why the grouped GEMM of expert_centric cannot take these operands here, or an empty string."""
     if jnp.dtype(x_dtype) not in grouped_gemm.HALF:
         return ""  # full precision runs on any device
-    sizes = (experts.hidden, experts.intermediate)
+    sizes = (experts.intermediate, experts.hidden)
     return grouped_gemm.refusal(*sizes) if jax.default_backend() == "gpu" else ""
 
 

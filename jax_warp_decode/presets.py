@@ -27,7 +27,7 @@ class Preset:
 
 
 PRESETS = {p.name: p for p in (
-    Preset("tiny-docs", 256, 96, 16, 4, "bf16"),  # the model that ships with this package
+    Preset("tiny-docs", 256, 64, 16, 4, "bf16"),  # the model that ships with this package
     Preset("qwen3-30b-a3b", 2048, 768, 128, 8, "bf16"),
     Preset("qwen3-235b-a22b", 4096, 1536, 128, 8, "bf16"),
     Preset("qwen3-next-80b-a3b", 2048, 512, 512, 10, "bf16"),

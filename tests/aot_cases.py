@@ -15,7 +15,7 @@ from jax_warp_decode.routing import Routing
 
 # (H, I, E, K): Qwen3-30B-A3B, gpt-oss-20b, Gemma4-26B (H, I off the tile), Mixtral-8x7B, the bundled model.
 SHAPES = {"qwen3-30b": (2048, 768, 128, 8), "gpt-oss-20b": (2880, 2880, 32, 4), "gemma4-26b": (2816, 704, 128, 8),
-          "mixtral-8x7b": (4096, 14336, 8, 2), "tiny-docs": (256, 96, 16, 4)}
+          "mixtral-8x7b": (4096, 14336, 8, 2), "tiny-docs": (256, 64, 16, 4), "odd": (352, 96, 3, 3)}
 S = jax.ShapeDtypeStruct
 
 

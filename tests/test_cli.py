@@ -22,7 +22,6 @@ from jax_warp_decode.models import Qwen3Moe, Qwen3MoeConfig
 from jax_warp_decode.text import ByteCodec
 
 ROOT = pathlib.Path(__file__).parent.parent
-on_cpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="says what is missing on a machine without a GPU")
 
 
 def make_folder(path, vocab_size=256, format=None):
@@ -57,7 +56,6 @@ def test_info_says_what_runs_here(capsys):
     assert all(name in out for name in ("bf16", "f16", "f32", "mxfp8"))
 
 
-@on_cpu
 def test_info_says_why_warp_decode_cannot_run(capsys):
     _, out, _ = run(capsys, "info")
     assert re.search(r"^warp_decode( +no){4}", out, re.M)
@@ -153,7 +151,7 @@ def test_text_arrives_once_its_last_byte_does():
     (["--prompt", "\udcff"], ["prompt", "UTF-8"]),
     (["--weights", "mxfp8"], ["weights", "checkpoint"]),
     (["--weights", "int3"], ["--weights", "int3", "mxfp8"]),
-    pytest.param(["--strategy", "warp_decode"], ["warp_decode", "cuda12", "interpret=True"], marks=on_cpu),
+    (["--strategy", "warp_decode"], ["warp_decode", "cuda12", "interpret=True"]),
 ])
 def test_bad_input_is_one_line_and_exit_code_2(capsys, folder, arguments, words):
     code, _, err = run(capsys, "demo", "--checkpoint", folder, *arguments)

@@ -274,8 +274,8 @@ def test_mxfp8_activations_need_whole_blocks():
 
 def test_a_gpu_refuses_sizes_of_its_kernel(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    x, routing, experts = oracle.make_case(21, tokens=2, experts=4, hidden=40, intermediate=32, k=2).args()
-    with pytest.raises(UnsupportedError, match=r"\[E, 32, 40\].*multiples of 16.*reference"):
+    x, routing, experts = oracle.make_case(21, tokens=2, experts=4, hidden=96, intermediate=64, k=2).args()
+    with pytest.raises(UnsupportedError, match=r"\[E, 64, 96\].*multiples of 64.*reference"):
         moe(x, routing, experts, **PATHS["expert_centric"])
 
 
@@ -299,7 +299,7 @@ def lower_for_cuda(layers, *, tokens, experts, hidden, intermediate, k):
 
 @pytest.mark.parametrize("size", [
     dict(tokens=8, experts=128, hidden=2048, intermediate=768, k=8),
-    dict(tokens=100, experts=16, hidden=256, intermediate=96, k=4),
+    dict(tokens=100, experts=16, hidden=256, intermediate=64, k=4),
 ])
 def test_cuda_runs_one_kernel_per_shape_and_nothing_dense(size):
     text = lower_for_cuda(3, **size)
@@ -309,10 +309,10 @@ def test_cuda_runs_one_kernel_per_shape_and_nothing_dense(size):
 
 
 @pytest.mark.parametrize("sizes,n,k", [
-    ([[1, 0, 63, 6]], 48, 96),
+    ([[1, 0, 63, 6]], 192, 128),
     ([[64, 64, 0, 40]], 64, 64),
-    ([[0, 0, 0, 0]], 32, 32),
-    ([[3, 0, 2, 1], [0, 0, 9, 0]], 32, 32),
+    ([[0, 0, 0, 0]], 64, 64),
+    ([[3, 0, 2, 1], [0, 0, 9, 0]], 64, 64),
 ])
 def test_cuda_kernel_interpreted(sizes, n, k):
     # Each row of sizes is one element of a vmap with shared weights. Rows in no group and idle experts hold NaN.
@@ -328,7 +328,7 @@ def test_cuda_kernel_interpreted(sizes, n, k):
         want[b, group] = rows[b, group].astype(np.float64) @ w[e].astype(np.float64).T
     covered = ~np.isnan(want[..., 0])
     rows[~covered] = np.nan
-    kernel = grouped_gemm.kernel(grouped_gemm.choose_config(m, n, k, len(w)))
+    kernel = grouped_gemm.kernel(grouped_gemm.choose_config(m, n, len(w)))
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         out = jax.vmap(kernel, in_axes=(0, None, 0))(jnp.asarray(rows), jnp.asarray(w), jnp.asarray(sizes))
     np.testing.assert_allclose(np.asarray(out)[covered], want[covered], rtol=2**-8, atol=1e-4)

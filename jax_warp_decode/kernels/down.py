@@ -48,7 +48,7 @@ class DownConfig:
 
 @functools.cache
 def _build(T: int, K: int, E: int, H: int, I: int, itemsize: int, out_dtype, config: DownConfig, interpret):
-    """One kernel per static configuration, so that equal layers share one compiled kernel."""
+    """One jitted kernel per static configuration, so that equal layers share one trace and one compiled kernel."""
     rows = RowTile(I, itemsize, config.lanes, config.rows)
 
     def body(ids_ref, weights_ref, h_ref, *refs):
@@ -83,7 +83,7 @@ def _build(T: int, K: int, E: int, H: int, I: int, itemsize: int, out_dtype, con
         y = rows.reduce(acc).astype(out_dtype)
         compat.store_unaligned(y_ref.at[token, rows.row_slice(row_tile)], y)
 
-    return plgpu.kernel(
+    return jax.jit(plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((T, *rows.result_shape(H)), out_dtype),
         grid=(H // rows.out_rows, T),
@@ -91,7 +91,7 @@ def _build(T: int, K: int, E: int, H: int, I: int, itemsize: int, out_dtype, con
         kernel_name="moe_down_3d_batched",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )
+    ))
 
 
 def moe_down_3d_batched(

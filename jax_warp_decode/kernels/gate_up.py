@@ -50,7 +50,7 @@ class GateUpConfig:
 @functools.cache
 def _build(T: int, K: int, E: int, H: int, I: int, itemsize: int, activation: Activation, out_dtype,
            config: GateUpConfig, interpret):
-    """One kernel per static configuration, so that equal layers share one compiled kernel."""
+    """One jitted kernel per static configuration, so that equal layers share one trace and one compiled kernel."""
     rows = RowTile(H, itemsize, config.lanes, config.rows)
 
     def body(ids_ref, x_ref, *refs):
@@ -76,7 +76,7 @@ def _build(T: int, K: int, E: int, H: int, I: int, itemsize: int, activation: Ac
         h = activation.apply(rows.reduce(gate), rows.reduce(up))
         compat.store_unaligned(h_ref.at[pair, rows.row_slice(row_tile)], h.astype(out_dtype))
 
-    return plgpu.kernel(
+    return jax.jit(plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((T * K, *rows.result_shape(I)), out_dtype),
         grid=(I // rows.out_rows, T * K),
@@ -84,7 +84,7 @@ def _build(T: int, K: int, E: int, H: int, I: int, itemsize: int, activation: Ac
         kernel_name="moe_gate_up_3d_batched",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )
+    ))
 
 
 def moe_gate_up_3d_batched(
