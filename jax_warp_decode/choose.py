@@ -15,8 +15,10 @@ STRATEGIES = ("warp_decode", "expert_centric", "reference")
 # Compute capabilities that Pallas Mosaic GPU compiles these kernels for. 9.0 was measured (H200), 10.x only compiled.
 CAPABILITIES = ("9.0", "10.0", "10.3")
 
-# Most (token, slot) pairs per expert for which warp decode is the faster strategy on an H200; bench/NOTES.md.
-CROSSOVER = 1.5
+# Most (token, slot) pairs per expert for which warp decode is taken, by weight format. On an H200 it is still
+# faster at 2 pairs with two-byte weights. With MXFP8, which expert_centric must widen on every call, it is 7 times as fast
+# at 2 pairs; 12 is extrapolated from there (bench/NOTES.md).
+CROSSOVER = {"bf16": 2.0, "f16": 2.0, "mxfp8": 12.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +93,7 @@ def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
       >>> from jax_warp_decode import ExpertWeights, choose
       >>> w = jax.ShapeDtypeStruct((8, 64, 64), jnp.bfloat16)
       >>> choose(1, ExpertWeights(w, w, w), experts_per_token=2, x_dtype=jnp.bfloat16, interpret=True)
-      Choice(strategy='warp_decode', reason='1 tokens x 2 slots on 8 experts: 0.25 pairs per expert, at most 1.5')
+      Choice(strategy='warp_decode', reason='1 tokens x 2 slots on 8 experts: 0.25 pairs per expert, at most 2.0')
     """
     if strategy not in ("auto", *STRATEGIES):
         raise ArgumentError(f"strategy: got {strategy!r}, expected 'auto' or one of {list(STRATEGIES)}")
@@ -113,8 +115,9 @@ def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
         return Choice("expert_centric", f"warp_decode cannot run: {refused}")
     load = tokens * experts_per_token / experts.num_experts
     pairs = f"{tokens} tokens x {experts_per_token} slots on {experts.num_experts} experts: {load:.3g} pairs per expert"
-    if load > CROSSOVER and conventional:
-        return Choice("warp_decode", f"{pairs}, more than {CROSSOVER}, but expert_centric cannot run: {conventional}")
-    if load > CROSSOVER:
-        return Choice("expert_centric", f"{pairs}, more than {CROSSOVER}")
-    return Choice("warp_decode", f"{pairs}, at most {CROSSOVER}")
+    most = CROSSOVER[experts.format]
+    if load > most and conventional:
+        return Choice("warp_decode", f"{pairs}, more than {most}, but expert_centric cannot run: {conventional}")
+    if load > most:
+        return Choice("expert_centric", f"{pairs}, more than {most}")
+    return Choice("warp_decode", f"{pairs}, at most {most}")

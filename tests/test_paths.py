@@ -300,6 +300,8 @@ def lower_for_cuda(layers, *, tokens, experts, hidden, intermediate, k):
 @pytest.mark.parametrize("size", [
     dict(tokens=8, experts=128, hidden=2048, intermediate=768, k=8),
     dict(tokens=100, experts=16, hidden=256, intermediate=64, k=4),
+    dict(tokens=7, experts=4, hidden=2880, intermediate=1408, k=2),  # 14 rows: not in eights
+    dict(tokens=33, experts=16, hidden=256, intermediate=64, k=4),
 ])
 def test_cuda_runs_one_kernel_per_shape_and_nothing_dense(size):
     text = lower_for_cuda(3, **size)

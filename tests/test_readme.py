@@ -49,3 +49,10 @@ def test_the_map_covers_every_module():
         str(file.relative_to(ROOT)) for file in PACKAGE.rglob("*.py")
         if file not in paths and not any(folder in file.parents for folder in paths if folder != PACKAGE)]
     assert missing == []
+
+
+def test_the_measured_parts_come_from_the_results():
+    """`python -m bench.readme` would change nothing: every figure in the table is the one in the JSON."""
+    from bench.readme import rendered
+
+    assert rendered(README) == README

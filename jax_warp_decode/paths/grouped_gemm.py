@@ -12,6 +12,7 @@ from jax_warp_decode.errors import UnsupportedError
 # The kernel stores any number of rows of a shared-memory tile through TMA, which wants them to start at 128 bytes:
 # tiles of 64 two-byte columns. A tile of 96 columns compiles, and faults on the GPU.
 MULTIPLE = 64
+ROW_MULTIPLE = 8  # its shared-memory tiles hold rows in eights; rows are padded to that, in no group
 HOPPER = "9.0"
 HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
@@ -108,8 +109,10 @@ def kernel(config: GroupedGemmConfig):
         # Imported late: the module pulls in JAX's test utilities.
         from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
 
+        m = rows.shape[0]
+        rows = jnp.pad(rows, ((0, -m % ROW_MULTIPLE), (0, 0)))
         out = ragged_dot_mgpu.ragged_dot(
-            rows, w, group_sizes=group_sizes, transpose_rhs=True, **dataclasses.asdict(config))
+            rows, w, group_sizes=group_sizes, transpose_rhs=True, **dataclasses.asdict(config))[:m]
         return out.astype(jnp.float32)  # as the scan; XLA fuses the cast into whatever reads the product
 
     batchable = jax.custom_batching.custom_vmap(launch)
