@@ -33,7 +33,7 @@ def layer_table(report: dict) -> str:
     command = meta["command"].replace("OUT", "bench/results")
     lines += ["", f"`{command}`, commit `{meta['commit'][:10]}`, data in "
               f"[`bench/results/{LAYER}`](bench/results/{LAYER}), notes in [`bench/NOTES.md`](bench/NOTES.md).", "",
-              f"![Time and share of the read against the number of tokens](bench/results/{pathlib.Path(LAYER).stem}.png)"]
+              f"![Time and share of the read against tokens](bench/results/{pathlib.Path(LAYER).stem}.png)"]
     return "\n".join(lines)
 
 

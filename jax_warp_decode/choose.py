@@ -15,9 +15,9 @@ STRATEGIES = ("warp_decode", "expert_centric", "reference")
 # Compute capabilities that Pallas Mosaic GPU compiles these kernels for. 9.0 was measured (H200), 10.x only compiled.
 CAPABILITIES = ("9.0", "10.0", "10.3")
 
-# Most (token, slot) pairs per expert for which warp decode is taken, by weight format. On an H200 it is still
-# faster at 2 pairs with two-byte weights. With MXFP8, which expert_centric must widen on every call, it is 7 times as fast
-# at 2 pairs; 12 is extrapolated from there (bench/NOTES.md).
+# Most (token, slot) pairs per expert for which warp decode is taken, by weight format. On an H200 it is still faster
+# at 2 pairs with two-byte weights. With MXFP8, which expert_centric must widen on every call, it is 7 times as fast at
+# 2 pairs; 12 is extrapolated from there (bench/NOTES.md).
 CROSSOVER = {"bf16": 2.0, "f16": 2.0, "mxfp8": 12.0}
 
 

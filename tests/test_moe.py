@@ -9,6 +9,8 @@ import oracle
 import pytest
 
 from jax_warp_decode import (
+    ACTIVATIONS,
+    STRATEGIES,
     ArgumentError,
     ExpertWeights,
     Routing,
@@ -18,6 +20,7 @@ from jax_warp_decode import (
     moe,
     quantize,
 )
+from jax_warp_decode.paths import warp_decode
 
 SMALL = dict(tokens=2, experts=4, hidden=128, intermediate=64, k=2)
 H_DTYPE = {"bf16": "float32", "mxfp8": "bfloat16"}  # the intermediate of warp decode, by weight format
@@ -110,6 +113,9 @@ def test_vmap_over_tokens_is_one_launch_and_equals_the_batch():
     pairs = jax.tree.map(lambda a: a.reshape(2, 2, *a.shape[1:]), (x, routing))
     y = jax.vmap(layer, in_axes=(0, 0, None))(*pairs, experts)
     np.testing.assert_array_equal(np.asarray(y).reshape(4, -1), want)
+    lowered = jax.jit(jax.vmap(functools.partial(warp_decode.run, activation=ACTIVATIONS["silu"]), (0, 0, None))).trace(
+        *pairs, experts).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("@mosaic_gpu_v2") == 2  # gate/up and down, each once for all four tokens
     shared = jax.vmap(layer, in_axes=(0, None, None))(pairs[0], Routing(routing.ids[:2], routing.weights[:2]), experts)
     np.testing.assert_array_equal(np.asarray(shared[0]), want[:2])
 
@@ -159,13 +165,13 @@ def test_gradient_of_warp_decode_is_refused_with_the_way_out():
 
 
 def test_x64_mode_changes_nothing():
-    case = oracle.make_case(10, **SMALL, pattern="skipped")
-    want = {s: np.asarray(run(case, strategy=s)) for s in ("expert_centric", "reference")}
+    case = oracle.make_case(10, tokens=1, experts=4, hidden=64, intermediate=32, k=2, pattern="skipped")
+    want = {s: np.asarray(run(case, strategy=s, interpret=True)) for s in STRATEGIES}
     with jax.enable_x64(True):
         for strategy, y in want.items():
             x, routing, experts = case.args()
             wide = Routing(routing.ids.astype(jnp.int64), routing.weights.astype(jnp.float64))
-            got = moe(x, wide, experts, strategy=strategy)
+            got = moe(x, wide, experts, strategy=strategy, interpret=True)
             assert got.dtype == x.dtype
             np.testing.assert_array_equal(np.asarray(got), y)
 
