@@ -37,10 +37,10 @@ def layer_case(name, fmt, T):
 
 
 def config_cases():
-    """Kernels away from the heuristic's choice: every lane width, and an unroll that leaves steps over."""
+    """Kernels away from the heuristic's choice: narrower lanes, and an unroll that leaves steps over."""
     H, I, E, K = SHAPES["qwen3-30b"]
     ids, weights = S((2, K), jnp.int32), S((2, K), jnp.float32)
-    for fmt, lanes in itertools.product(("bf16", "mxfp8"), (32, 16, 8, 4)):
+    for fmt, lanes in itertools.product(("bf16", "mxfp8"), (16, 8, 4)):
         x, h = S((2, H), jnp.bfloat16), S((2, K, I), jnp.float32)
         w, w_down = _weight(fmt, E, I, H), _weight(fmt, E, H, I)
         gate_up = functools.partial(moe_gate_up_3d_batched, config=GateUpConfig(lanes, 2, 3))
@@ -50,7 +50,9 @@ def config_cases():
 
 
 def aot_cases():
-    for name, fmt, T in itertools.product(SHAPES, ("bf16", "mxfp8"), (1, 8)):
+    for name, (fmt, T) in itertools.product(SHAPES, (("bf16", 1), ("mxfp8", 8))):
         yield layer_case(name, fmt, T)
+    yield layer_case("qwen3-30b", "bf16", 8)
+    yield layer_case("qwen3-30b", "mxfp8", 1)
     yield layer_case("qwen3-30b", "f16", 1)
     yield from config_cases()

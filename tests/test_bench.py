@@ -29,7 +29,7 @@ def test_traffic_counts_unique_and_logical_bytes(format, bytes_per_value):
     experts = jax.eval_shape(lambda key: inputs.make_experts(key, preset, format), jax.random.key(0))
     experts = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), experts)
     found = inputs.traffic(np.array([[0, 1, 2, 3], [3, 2, 1, 9]]), experts)
-    per_expert = 3 * 256 * 96 * bytes_per_value
+    per_expert = 3 * preset.hidden * preset.intermediate * bytes_per_value
     assert (found.unique, found.logical) == (5 * per_expert, 8 * per_expert)
 
 

@@ -24,7 +24,7 @@ def test_example_runs(code):
 def test_commands_are_one_line_each_and_known():
     commands = re.findall(r"^pip install uv && uv run (.+)$", README, re.M)
     assert [re.sub(r"--\S+ (cuda\d+|aot) |--isolated ", "", command) for command in commands] == [
-        "jax-warp-decode demo", "pytest", "jax-warp-decode demo", "pytest --gpu"]
+        "jax-warp-decode demo", "pytest -n auto --dist loadfile", "jax-warp-decode demo", "pytest --gpu"]
 
 
 def mapped_paths():
