@@ -41,7 +41,8 @@ def main() -> int:
     path = options.out / "gpu_tests.json"
     path.write_text(json.dumps(dict(meta=meta, count=count, outcomes=outcomes), indent=1) + "\n")
     print(f"gpu tests: {count}, wrote {path}", flush=True)
-    return code or small_batch.main(["--out", str(options.out), *rest])
+    bench_code = small_batch.main(["--out", str(options.out), *rest])
+    return code or bench_code
 
 
 if __name__ == "__main__":

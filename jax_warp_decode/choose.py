@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import ExpertWeights
 from jax_warp_decode.kernels import checks
-from jax_warp_decode.paths import grouped_gemm
+from jax_warp_decode.paths import expert_centric, grouped_gemm
 
 STRATEGIES = ("warp_decode", "expert_centric", "reference")
 
@@ -36,8 +36,7 @@ def no_gpu_reason() -> str:
     """Why warp decode cannot run on the default device, or an empty string."""
     if jax.default_backend() != "gpu":
         return (f"JAX sees no NVIDIA GPU (backend {jax.default_backend()!r}); install the CUDA build, "
-                "pip install 'jax-warp-decode[cuda12]' or [cuda13], or pass interpret=True to run the kernels "
-                "slowly on the CPU")
+                "pip install 'jax-warp-decode[cuda12]' or [cuda13]")
     capability = getattr(jax.devices()[0], "compute_capability", "unknown")
     if capability not in CAPABILITIES:
         return (f"the GPU has compute capability {capability}, the kernels need one of {', '.join(CAPABILITIES)} "
@@ -66,8 +65,8 @@ def _shape_reason(experts: ExpertWeights, x_dtype) -> str:
 
 def _grouped_gemm_reason(experts: ExpertWeights, x_dtype) -> str:
     """Why the grouped GEMM of expert_centric cannot take these operands here, or an empty string."""
-    if jnp.dtype(x_dtype) not in grouped_gemm.HALF:
-        return ""  # full precision runs on any device
+    if expert_centric.operand_dtype(x_dtype, experts.format) != jnp.bfloat16:
+        return ""  # float32 runs on any device
     sizes = (experts.intermediate, experts.hidden)
     return grouped_gemm.refusal(*sizes) if jax.default_backend() == "gpu" else ""
 

@@ -1,6 +1,8 @@
 """The command line: `jax-warp-decode info` and `jax-warp-decode demo`."""
 
 import argparse
+import contextlib
+import os
 import sys
 
 EXIT_BAD_INPUT = 2
@@ -31,14 +33,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _fail(message: str) -> int:
+    print(f"jax-warp-decode: error: {' '.join(message.split())}", file=sys.stderr)
+    return EXIT_BAD_INPUT
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0, or 2 after one line on stderr about bad input."""
+    """Runs one command and returns its exit code: 0, or 2 after one line on stderr about bad input or output."""
     args = _parser().parse_args(argv)
     # Imported after parsing: --help and typing errors need none of it.
     from rich.console import Console
 
     from jax_warp_decode.errors import ArgumentError, CheckpointError, UnsupportedError
 
+    if getattr(sys.stdout, "errors", None) in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows question marks
     console = Console(highlight=False)
     try:
         if args.command == "info":
@@ -51,9 +60,14 @@ def main(argv: list[str] | None = None) -> int:
             options = vars(args)
             del options["command"]
             demo.run(demo.Request(**options), console)
+        sys.stdout.flush()
     except (ArgumentError, CheckpointError, UnsupportedError) as error:
-        print(f"jax-warp-decode: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return _fail(str(error))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            # What is left in the buffer has nowhere to go; Python would try, and complain, once more at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _fail(f"input or output failed: {error}")
     except KeyboardInterrupt:
         return 130
     return 0

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from rich.text import Text
 
 from jax_warp_decode.checkpoints import load_qwen3_moe
-from jax_warp_decode.errors import ArgumentError
+from jax_warp_decode.errors import ArgumentError, CheckpointError
 from jax_warp_decode.info import print_facts
 from jax_warp_decode.models import Qwen3Moe
 from jax_warp_decode.models.generate import generate
@@ -80,6 +80,14 @@ def compare(logits: np.ndarray, reference: np.ndarray) -> Agreement:
     cosine = (a * b).sum(-1) / (np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1))
     same = a.argmax(-1) == b.argmax(-1)
     return Agreement(float(np.median(cosine)), float(cosine.min()), float(np.abs(a - b).max()), int(same.sum()), len(a))
+
+
+def check_finite(logits: np.ndarray, name: str) -> None:
+    """Raises `CheckpointError` if the model `name` gave logits that are NaN or infinite."""
+    if bad := int(np.count_nonzero(~np.isfinite(logits))):
+        raise CheckpointError(
+            f"{name}: got {bad} of {logits.size} logits that are NaN or infinite, expected finite ones; the weights "
+            f"are damaged or too large for their dtype")
 
 
 def bundled_model(weights: str) -> pathlib.Path:
@@ -200,8 +208,9 @@ def run(request: Request, console: Console) -> None:
     generation = start()
     with console.status("compiling prefill and decode"):
         # The first tokens of a throw-away run compile both steps, so that the rates below are those of the model.
-        for _ in itertools.islice(start(), 2):
-            pass
+        trial = start()
+        for _ in itertools.islice(trial, 2):
+            check_finite(jax.device_get(trial.logits), name)
     tokens, logits, step = [], [], codec.stream()
     screen = _Screen(console, request.prompt, request.max_new_tokens)
     with screen.show():
@@ -210,6 +219,8 @@ def run(request: Request, console: Console) -> None:
             logits.append(generation.logits)
             screen.add(step(tokens[-1]), generation.tokens_per_second)
 
+    found_logits = np.concatenate(jax.device_get(logits))
+    check_finite(found_logits, name)
     facts = {"prefill": f"{prompt.shape[1]} tokens in {generation.prefill_seconds * 1e3:,.1f} ms ({prefill.strategy})"}
     if len(tokens) == 1:
         facts["decode"] = "no step was needed for one token"
@@ -219,7 +230,8 @@ def run(request: Request, console: Console) -> None:
         with console.status("comparing with the float32 reference"):
             sequence = np.concatenate([prompt[0], tokens[:-1]])
             wanted = reference_logits(model, sequence)[prompt.shape[1]:]
-            found = compare(np.concatenate(jax.device_get(logits[1:])), wanted)
+            check_finite(wanted, f"{name} (reference)")
+            found = compare(found_logits[1:], wanted)
         facts["agreement"] = (
             f"with the float32 reference over {found.steps} decode steps: cosine {found.cosine:.6f} (worst "
             f"{found.worst_cosine:.6f}), max abs {found.max_abs:.4f}, same next token {found.same} of {found.steps}")

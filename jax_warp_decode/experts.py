@@ -33,8 +33,8 @@ class ExpertWeights:
       w_down: [E, H, I] down projection, same format.
 
     The object is a pytree: pass it through `jit`, `lax.scan`, `jax.device_put` or an optimiser like any array.
-    Construction does not check anything, so that a pytree transform may put other leaves in; `check` does, and
-    every public function calls it.
+    Construction does not check anything, so that a pytree transform may put other leaves in; `check` does, and `moe`
+    calls it.
 
     Example:
       >>> import jax, jax.numpy as jnp

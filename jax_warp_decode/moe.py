@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_warp_decode.activations import get_activation
-from jax_warp_decode.choose import choose
-from jax_warp_decode.errors import ArgumentError
+from jax_warp_decode.choose import choose, no_gpu_reason
+from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import DENSE_FORMATS, ExpertWeights
 from jax_warp_decode.paths import expert_centric, reference, warp_decode
 from jax_warp_decode.routing import Routing
@@ -32,10 +32,11 @@ def moe(
       experts: `ExpertWeights`, all three tensors in one format.
       activation: name in `ACTIVATIONS`.
       strategy: "auto" picks by batch size and device, see `choose`; "warp_decode" (few tokens, NVIDIA GPU),
-        "expert_centric" (many tokens, training, any device) or "reference" (float32, slow, any device) run or raise.
+        "expert_centric" (many tokens, training; Hopper GPUs and CPUs) or "reference" (float32, slow, any device) run or
+        raise. Under vmap the batch size is that of one mapped call.
       activation_format: None, or "mxfp8" to quantise the activations before both projections, as conventional MXFP8
         serving does; "expert_centric" only.
-      interpret: run the kernels of "warp_decode" on the CPU, for tests. No effect on the other strategies.
+      interpret: run the kernels of "warp_decode" on the CPU, for tests; "auto" then chooses as on a GPU.
 
     Returns:
       y [T, H] in x.dtype; accumulated in float32, rounded once.
@@ -51,7 +52,8 @@ def moe(
       >>> make = lambda key, *shape: jax.random.normal(key, shape, jnp.bfloat16) / 8
       >>> experts = ExpertWeights(make(keys[0], 8, 64, 128), make(keys[1], 8, 64, 128), make(keys[2], 8, 128, 64))
       >>> x, w_router = make(keys[3], 2, 128), make(keys[4], 8, 128)
-      >>> y = jax.jit(moe)(x, route(x @ w_router.T, 2), experts)
+      >>> logits = jnp.dot(x, w_router.T, preferred_element_type=jnp.float32)
+      >>> y = jax.jit(moe)(x, route(logits, 2), experts)
       >>> y.shape, str(y.dtype)
       ((2, 128), 'bfloat16')
     """
@@ -74,8 +76,13 @@ def moe(
     act = get_activation(activation)
     if activation_format and strategy == "auto":
         strategy = "expert_centric"
-    choice = choose(x.shape[0], experts, experts_per_token=routing.ids.shape[1], x_dtype=x.dtype, strategy=strategy,
-                    interpret=interpret)
+    try:
+        choice = choose(x.shape[0], experts, experts_per_token=routing.ids.shape[1], x_dtype=x.dtype, strategy=strategy,
+                        interpret=interpret)
+    except UnsupportedError as error:
+        if strategy != "warp_decode" or interpret or not no_gpu_reason():
+            raise
+        raise UnsupportedError(f"{error}; or pass interpret=True to run the kernels slowly on the CPU") from None
     if activation_format and choice.strategy != "expert_centric":
         raise ArgumentError(f"activation_format: got {activation_format!r} with strategy {choice.strategy!r}, which "
                             "never quantises activations; use strategy='expert_centric' or activation_format=None")

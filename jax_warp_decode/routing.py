@@ -40,13 +40,14 @@ class Routing:
     def check(self, tokens: int, num_experts: int) -> "Routing":
         """The same routing with ids as int32 [T, K] and weights as float32 [T, K].
 
-        Ids may have any integer dtype; those beyond int32 become -1 (not routed), which is what they mean.
+        Ids may have any integer dtype; those beyond int32 become -1 (not routed), which is what they mean. (Without x64
+        mode, `jax.jit` cuts 64-bit NumPy arguments to 32 bits before they get here.)
 
         Raises:
           ArgumentError: for ids that are not integers, weights that are not real numbers, shapes other than [T, K],
             a T other than `tokens`, or K outside 1..`num_experts`.
         """
-        ids, weights = int32_ids(self.ids), _float32_weights(self.weights)
+        ids, weights = int32_ids(self.ids), float32_weights(self.weights)
         if ids.ndim != 2 or ids.shape[0] != tokens:
             raise ArgumentError(
                 f"routing.ids: got shape {ids.shape}, expected [T, K] with T = {tokens} tokens as in x; reshape "
@@ -139,15 +140,16 @@ def int32_ids(ids, name: str = "routing.ids") -> jax.Array:
     return jnp.asarray(ids.astype(jnp.int32))
 
 
-def _float32_weights(weights) -> jax.Array:
+def float32_weights(weights, name: str = "routing.weights") -> jax.Array:
+    """Floating routing weights of any dtype, or a nested list, as float32."""
     if not hasattr(weights, "dtype"):
         try:
             weights = np.asarray(weights, np.float32)
         except (TypeError, ValueError):
             raise ArgumentError(
-                f"routing.weights: got {type(weights).__name__}, expected a floating array or nested list [T, K]"
+                f"{name}: got {type(weights).__name__}, expected a floating array or nested list [T, K]"
             ) from None
     if not jnp.issubdtype(weights.dtype, jnp.floating):
         raise ArgumentError(
-            f"routing.weights: got dtype {weights.dtype}, expected a floating dtype; it is used as float32")
+            f"{name}: got dtype {weights.dtype}, expected a floating dtype; it is used as float32")
     return jnp.asarray(weights.astype(jnp.float32))

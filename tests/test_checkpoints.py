@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import tracemalloc
 
@@ -15,6 +16,7 @@ from safetensors.numpy import save_file
 
 from jax_warp_decode import ArgumentError, CheckpointError, QuantizedArray, quantize
 from jax_warp_decode.checkpoints import load_qwen3_moe, reader, save_qwen3_moe
+from jax_warp_decode.checkpoints.qwen3_moe import find_param
 from jax_warp_decode.models import Qwen3Moe, Qwen3MoeConfig
 
 CONFIG = Qwen3MoeConfig(
@@ -150,10 +152,38 @@ def test_experts_of_mixed_types_need_a_dtype(copy):
     tensors[f"{EXPERT}.up_proj.weight"] = tensors[f"{EXPERT}.up_proj.weight"].astype(np.float32)
     tensors["model.layers.0.mlp.gate.weight"] = tensors["model.layers.0.mlp.gate.weight"].astype(np.float32)
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"layers.1.moe.w_up: got experts of types .'BF16', 'F32'.*dtype="):
+    with pytest.raises(CheckpointError, match=r"layers.1.moe .w_gate BF16, w_up BF16/F32, w_down BF16.*dtype="):
         load_qwen3_moe(folder)
     loaded = load_qwen3_moe(folder, dtype=jnp.bfloat16)
     assert {str(w.dtype) for w in weights(loaded).values()} == {"bfloat16"}
+
+
+def test_projections_of_different_types_need_a_dtype(copy):
+    folder = copy("plain")
+    tensors = read_all(folder)
+    for name in [name for name in tensors if "layers.0.mlp.experts" in name and "gate_proj" in name]:
+        tensors[name] = tensors[name].astype(np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"1 layers: layers.0.moe .w_gate F32, w_up BF16, w_down BF16.*dtype="):
+        load_qwen3_moe(folder)
+    assert load_qwen3_moe(folder, dtype=jnp.float32).layers[0].moe.experts.format == "f32"
+
+
+@pytest.mark.parametrize("folder, options, message", [
+    (None, {}, "folder: got None, expected a path"),
+    ("any", dict(dtype="float8"), "dtype: got 'float8', expected bfloat16"),
+])
+def test_bad_arguments_of_load(folder, options, message):
+    with pytest.raises(ArgumentError, match=message):
+        load_qwen3_moe(folder, **options)
+
+
+def test_a_path_that_the_system_refuses(tmp_path, monkeypatch):
+    with pytest.raises(CheckpointError, match="cannot be read: .*too long"):
+        load_qwen3_moe(tmp_path / ("x" * 300))
+    monkeypatch.setattr(reader, "read_json", lambda path: open(tmp_path))  # any OSError
+    with pytest.raises(CheckpointError, match="cannot be read: "):
+        load_qwen3_moe(tmp_path)
 
 
 def test_progress_counts_every_byte(folders):
@@ -397,6 +427,48 @@ def test_saving_never_overwrites(copy):
     with pytest.raises(ArgumentError, match="holds config.json, model.safetensors; remove them"):
         save_qwen3_moe(make_model(5), folder)
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("format", [None, "mxfp8"])
+@pytest.mark.parametrize("path, shape", [
+    ("moe.w_gate", (5, 96, 64)), ("moe.w_down", (4, 96, 64)), ("moe.router", (3, 64)),
+    ("attention.q_proj.kernel", (64, 32)), ("input_norm.scale", (1,))])
+def test_saving_parameters_of_another_shape(tmp_path, path, shape, format):
+    model = make_model()
+    param = find_param(model, f"layers.1.{path}")
+    expected = param.get_value().shape
+    param.set_value(jnp.ones(shape, jnp.bfloat16))
+    with pytest.raises(ArgumentError, match=re.escape(f"layers.1.{path}: got shape {shape}, expected {expected}")):
+        save_qwen3_moe(model, tmp_path / "new", format=format)
+    assert not (tmp_path / "new").exists()
+
+
+def test_saving_a_model_that_is_not_its_config(tmp_path):
+    model = make_model()
+    model.config = dataclasses.replace(CONFIG, num_hidden_layers=1)
+    with pytest.raises(ArgumentError, match="with also layers.1.attention.k_norm.scale"):
+        save_qwen3_moe(model, tmp_path / "new")
+    model.config = dataclasses.replace(CONFIG, num_hidden_layers=3)
+    with pytest.raises(ArgumentError, match="without layers.2.attention.k_norm.scale"):
+        save_qwen3_moe(model, tmp_path / "new")
+    model = make_model()
+    model.layers[1].moe.w_up.set_value(model.layers[1].moe.w_up.get_value().astype(jnp.float32))
+    with pytest.raises(ArgumentError, match="layers.1.moe.experts: got mixed formats"):
+        save_qwen3_moe(model, tmp_path / "new")
+    model = make_model()
+    model.norm.scale.set_value(jnp.ones(64, jnp.int32))
+    with pytest.raises(ArgumentError, match="norm.scale: got dtype int32, expected bfloat16"):
+        save_qwen3_moe(model, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_saving_where_a_file_lies(tmp_path):
+    file = tmp_path / "notes.txt"
+    file.write_text("kept")
+    for folder in (file, file / "model"):
+        with pytest.raises(ArgumentError, match="folder: got .*notes.txt is a file"):
+            save_qwen3_moe(make_model(), folder)
+    assert file.read_text() == "kept"
 
 
 def test_saving_layers_of_different_formats(tmp_path):

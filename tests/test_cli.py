@@ -24,12 +24,14 @@ from jax_warp_decode.text import ByteCodec
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-def make_folder(path, vocab_size=256, format=None):
+def make_folder(path, vocab_size=256, format=None, edit=lambda model: None):
     config = Qwen3MoeConfig(
         vocab_size=vocab_size, hidden_size=64, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=32, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
         max_position_embeddings=64, tie_word_embeddings=True)
-    save_qwen3_moe(Qwen3Moe(config, rngs=nnx.Rngs(5)), path, format=format)
+    model = Qwen3Moe(config, rngs=nnx.Rngs(5))
+    edit(model)
+    save_qwen3_moe(model, path, format=format)
     return path
 
 
@@ -60,7 +62,7 @@ def test_info_says_why_warp_decode_cannot_run(capsys):
     _, out, _ = run(capsys, "info")
     assert re.search(r"^warp_decode( +no){4}", out, re.M)
     reason = next(line for line in out.splitlines() if line.startswith("warp_decode") and "GPU" in line)
-    assert "cuda12" in reason
+    assert "cuda12" in reason and "interpret" not in out
 
 
 def test_the_window_that_info_names_is_the_one_that_installs():
@@ -123,6 +125,35 @@ def test_piped_output_is_plain_text(folder):
     assert b'The "with" statement' in done.stdout and b"agreement" in done.stdout
 
 
+def start(*argv, **options):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    return subprocess.run([sys.executable, "-m", "jax_warp_decode.cli", *map(str, argv)], cwd=ROOT, env=environment,
+                          **options)
+
+
+def test_output_without_unicode_shows_question_marks(folder):
+    done = start("demo", "--checkpoint", folder, "--prompt", "Déjà", "--max-new-tokens", 2, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert b"D?j?" in done.stdout and b"agreement" in done.stdout
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_a_full_device_is_one_line_and_exit_code_2():
+    with open("/dev/full", "wb") as full:
+        done = start("info", stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 2
+    assert done.stderr.count(b"\n") == 1 and b"No space left" in done.stderr
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_logits_that_are_not_finite_are_no_success(capsys, tmp_path, number):
+    path = make_folder(tmp_path / "damaged", edit=lambda model: model.norm.scale.set_value(
+        model.norm.scale.get_value().at[3].set(number)))
+    code, out, err = run(capsys, "demo", "--checkpoint", path, "--max-new-tokens", 1)
+    assert code == 2 and err.count("\n") == 1 and "NaN or infinite" in err and "damaged" in err
+    assert "tokens in" not in out
+
+
 def test_a_terminal_shows_progress_and_keeps_the_whole_text(folder, tmp_path):
     with (tmp_path / "screen").open("w+", encoding="utf8") as screen:
         console = Console(file=screen, force_terminal=True, width=60, height=10)
@@ -151,13 +182,14 @@ def test_text_arrives_once_its_last_byte_does():
     (["--prompt", "\udcff"], ["prompt", "UTF-8"]),
     (["--weights", "mxfp8"], ["weights", "checkpoint"]),
     (["--weights", "int3"], ["--weights", "int3", "mxfp8"]),
-    (["--strategy", "warp_decode"], ["warp_decode", "cuda12", "interpret=True"]),
+    (["--strategy", "warp_decode"], ["warp_decode", "cuda12"]),
 ])
 def test_bad_input_is_one_line_and_exit_code_2(capsys, folder, arguments, words):
     code, _, err = run(capsys, "demo", "--checkpoint", folder, *arguments)
     assert code == 2
     assert err.startswith("jax-warp-decode") and err.count("\n") == 1 and "Traceback" not in err
     assert all(word in err for word in words), err
+    assert "interpret" not in err, "the command line has no such option"
 
 
 def test_unknown_command_is_one_line(capsys):

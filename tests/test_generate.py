@@ -109,6 +109,13 @@ def test_sampling_repeats_with_the_same_key_and_draws_anew_each_step(model, prom
     assert len(set(ids.tolist())) > 5
 
 
+def test_the_smallest_temperature_is_the_greedy_limit(model, prompts):
+    large = nnx.clone(model)
+    large.norm.scale.set_value(large.norm.scale.get_value() * 100)  # logits well apart and above 1
+    cold = generate(large, prompts, 4, temperature=generate_module.MIN_TEMPERATURE, rng=jax.random.key(0))
+    np.testing.assert_array_equal(np.stack(list(cold)), np.stack(list(generate(large, prompts, 4))))
+
+
 def test_accepts_a_prompt_on_the_device_and_the_longest_length(model):
     tokens = list(generate(model, jnp.array([[1, 2]], jnp.uint8), CONFIG.max_position_embeddings - 2))
     assert len(tokens) == CONFIG.max_position_embeddings - 2
@@ -126,6 +133,9 @@ def test_accepts_a_prompt_on_the_device_and_the_longest_length(model):
     (dict(max_len=41), ["max_len", "41", "40"]),
     (dict(temperature=-1.0, rng=jax.random.key(0)), ["temperature", "-1.0", ">= 0"]),
     (dict(temperature=float("nan")), ["temperature", "nan"]),
+    (dict(temperature=1e-39, rng=jax.random.key(0)), ["temperature", "1e-39", "1.18e-38"]),
+    (dict(temperature=1e39, rng=jax.random.key(0)), ["temperature", "1e+39", "3.4e+38"]),
+    (dict(prompt_tokens=np.ones((1, 50), int)), ["prompt_tokens", "50 tokens", "at most 39", "is 40"]),
     (dict(temperature=1.0), ["rng", "None", "jax.random.key"]),
     (dict(rng=jax.random.key(0)), ["rng", "temperature=0.0"]),
 ])

@@ -1,6 +1,7 @@
 """The Flax layer: same numbers as the oracle, one strategy per call, ordinary NNX behaviour."""
 
 import dataclasses
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from flax import nnx
 from jax_warp_decode import ArgumentError, ExpertWeights, QuantizedArray, UnsupportedError
 from jax_warp_decode.layers import MoE
 
+choose_module = importlib.import_module("jax_warp_decode.choose")  # the package has a function of this name
 E, K, H, I = 8, 3, 64, 96
 STRATEGIES = ("reference", "expert_centric", "auto")
 
@@ -82,6 +84,28 @@ def test_strategy_is_chosen_per_call_and_explained():
             layer(jnp.ones((1, H), jnp.bfloat16))
     layer.set_strategy("reference")
     assert layer.choice(tokens=1000).strategy == "reference"
+
+
+def test_choice_follows_the_dtype_that_x_will_have():
+    layer = MoE(H, I, E, K, strategy="warp_decode", rngs=nnx.Rngs(0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choose_module, "no_gpu_reason", lambda: "")  # as on a GPU
+        with pytest.raises(UnsupportedError, match="x is float32"):
+            layer.choice(1)
+        with pytest.raises(UnsupportedError, match="w_gate"):  # x is fine, float32 weights are not
+            layer.choice(1, jnp.bfloat16)
+        layer.set_experts(jax.tree.map(lambda w: w.astype(jnp.bfloat16), layer.experts))
+        assert layer.choice(1, jnp.bfloat16).strategy == "warp_decode"
+        layer.dtype = jnp.dtype(jnp.float16)
+        assert layer.choice(1, jnp.float32).strategy == "warp_decode", "x is cast to the layer's dtype"
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="warp decode runs there")
+def test_refusal_names_no_option_that_the_layer_lacks():
+    layer = MoE(H, I, E, K, strategy="warp_decode", rngs=nnx.Rngs(0))
+    with pytest.raises(UnsupportedError, match="cuda12") as error:
+        layer(jnp.ones((1, H), jnp.bfloat16))
+    assert "interpret" not in str(error.value)
 
 
 def test_dtype_converts_x_only():

@@ -127,6 +127,12 @@ def test_any_integer_type_holds_tokens(model):
     assert np.isnan(model(jnp.full_like(TOKENS, 2**32 - 1, jnp.uint32))[0]).all()
 
 
+@pytest.mark.parametrize("shape", [(1, 0), (0, 3), (0, 0)])
+def test_no_tokens_give_no_logits(model, shape):
+    logits, cache = model(jnp.zeros(shape, jnp.int32))
+    assert logits.shape == (*shape, CONFIG.vocab_size) and int(cache.length) == shape[1]
+
+
 def test_full_cache(model):
     token = jnp.ones((1, 1), jnp.int32)
     cache = KVCache.create(CONFIG, 1, 2, jnp.float32)

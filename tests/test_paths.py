@@ -103,6 +103,21 @@ def test_sizes_of_any_kind_on_a_cpu(path):  # a GPU refuses them, see below
     assert_right(run(case, path), case, path)
 
 
+@pytest.mark.parametrize("weights", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("factor", [2.0**-20, 2.0**20])
+def test_float16_activations_with_weights_beyond_float16(weights, factor):
+    """The weights are not squeezed into float16: what the layer returns fits, so it is right."""
+    x, routing, experts = oracle.make_case(30, **SMALL, x_dtype="f16", poison=False).args()
+    scaled = ExpertWeights(*(w.astype(jnp.bfloat16) for w in (experts.w_gate, experts.w_up)),
+                           experts.w_down.astype(jnp.bfloat16) * jnp.bfloat16(factor))
+    scaled = scaled.quantize("mxfp8") if weights == "mxfp8" else scaled
+    routing = Routing(routing.ids, routing.weights / factor)
+    want = np.asarray(moe(x, routing, scaled, strategy="reference"), np.float64)
+    got = np.asarray(moe(x, routing, scaled, strategy="expert_centric"), np.float64)
+    assert np.linalg.norm(got - want) < 2.0**-9 * np.linalg.norm(want)  # float16 rounds by 2^-11
+
+
+
 @pytest.mark.parametrize("path", EXACT_ACTIVATIONS)
 def test_float16_intermediate_beyond_its_range(path):
     # Case D09: 300 * 300 * 1e-3 = 90, with an intermediate of 90000 > 65504.

@@ -113,7 +113,7 @@ def load_qwen3_moe(
     Raises:
       CheckpointError: anything wrong with the folder, in one message that names the tensors or fields; also an
         architecture, option or quantisation that this decoder does not have.
-      ArgumentError: dtype or strategy is not one of the allowed ones.
+      ArgumentError: folder is no path, or dtype or strategy is not one of the allowed ones.
 
     Example:
       >>> import tempfile
@@ -129,8 +129,12 @@ def load_qwen3_moe(
       >>> model.layers[0].moe.experts.format
       'mxfp8'
     """
-    if dtype is not None and jnp.dtype(dtype) not in DENSE_FORMATS:
-        raise ArgumentError(f"dtype: got {jnp.dtype(dtype)}, expected bfloat16, float16, float32 or None")
+    try:
+        dtype = None if dtype is None else jnp.dtype(dtype)
+    except TypeError:
+        raise ArgumentError(f"dtype: got {dtype!r}, expected bfloat16, float16, float32 or None") from None
+    if dtype is not None and dtype not in DENSE_FORMATS:
+        raise ArgumentError(f"dtype: got {dtype}, expected bfloat16, float16, float32 or None")
     opened = reader.open_folder(folder)
     config, expert_format = _parse_config(opened)
     slots = _check_tensors(opened, config, expert_format, dtype)
@@ -191,7 +195,7 @@ def _parse_config(opened: reader.Folder) -> tuple[Qwen3MoeConfig, str | None]:
 def _check_tensors(
         opened: reader.Folder, config: Qwen3MoeConfig, expert_format: str | None, dtype: Any) -> list[Slot]:
     """All slots in order, once the folder has exactly their tensors with fitting shapes and types."""
-    slots, missing, wrong = [], [], []
+    slots, missing, wrong, mixed = [], [], [], []
     for slot in layout(config, expert_format):
         stored = opened.tensors.get(slot.name)
         if stored is None:
@@ -215,11 +219,16 @@ def _check_tensors(
     if wrong:
         problems.append(f"{len(wrong)} tensors of the wrong shape or type: {reader.listing(wrong)}")
     if not problems and dtype is None:
-        stacks = itertools.groupby((s for s in slots if s.expert is not None and not s.part), key=lambda s: s.param)
-        for path, stack in stacks:
-            dtypes = sorted({opened.tensors[slot.name].dtype for slot in stack})
-            if len(dtypes) > 1:
-                problems.append(f"{path}: got experts of types {dtypes}, expected one; choose it with dtype=")
+        plain = (slot for slot in slots if slot.expert is not None and not slot.part)
+        for layer, experts in itertools.groupby(plain, key=lambda slot: slot.param.rpartition(".")[0]):
+            dtypes: dict[str, set[str]] = {}
+            for slot in experts:
+                dtypes.setdefault(slot.param.rpartition(".")[2], set()).add(opened.tensors[slot.name].dtype)
+            if len(set.union(*dtypes.values())) > 1:
+                mixed.append(f"{layer} ({', '.join(f'{w} {"/".join(sorted(found))}' for w, found in dtypes.items())})")
+    if mixed:
+        problems.append(f"experts of mixed types in {len(mixed)} layers: {reader.listing(mixed)}, expected one type in "
+                        "a layer; choose it with dtype=")
     if problems:
         raise CheckpointError(f"{opened.path}: {'; '.join(problems)}")
     if config.tie_word_embeddings and LM_HEAD in opened.tensors:

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
-from jax_warp_decode.errors import CheckpointError
+from jax_warp_decode.errors import ArgumentError, CheckpointError
 
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
@@ -71,6 +71,14 @@ class Folder:
     tensors: Mapping[str, StoredTensor]
 
 
+def as_path(folder: Any) -> pathlib.Path:
+    """The argument `folder` as a path; `ArgumentError` if it is none."""
+    try:
+        return pathlib.Path(folder)
+    except TypeError:
+        raise ArgumentError(f"folder: got {folder!r}, expected a path") from None
+
+
 def open_folder(path: Any) -> Folder:
     """Checks a folder with config.json and model.safetensors, or shards and model.safetensors.index.json.
 
@@ -78,10 +86,18 @@ def open_folder(path: Any) -> Folder:
       path: folder as `save_pretrained` or `hf download` leaves it.
 
     Raises:
-      CheckpointError: folder or file missing, malformed JSON, truncated or malformed safetensors, an index that
-        points to a missing file, outside the folder, or to the wrong shard, a tensor that is stored twice.
+      ArgumentError: no path.
+      CheckpointError: folder or file missing or unreadable, malformed JSON, truncated or malformed safetensors, an
+        index that points to a missing file, outside the folder, or to the wrong shard, a tensor that is stored twice.
     """
-    path = pathlib.Path(path)
+    path = as_path(path)
+    try:
+        return _open(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _open(path: pathlib.Path) -> Folder:
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder; fetch a model with `hf download REPO --local-dir {path}`")
     config = read_json(path / CONFIG_FILE)

@@ -1,17 +1,21 @@
 """Writes a Qwen3-MoE model as a Hugging Face folder, from the same table of names that the loader reads by."""
 
 import json
-import pathlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.numpy import save_file
 
 from jax_warp_decode.checkpoints import reader
 from jax_warp_decode.checkpoints.qwen3_moe import Slot, find_param, layout
 from jax_warp_decode.errors import ArgumentError
+from jax_warp_decode.experts import DENSE_FORMATS
 from jax_warp_decode.formats import FORMATS, QuantizedArray, quantize
 from jax_warp_decode.models.qwen3_moe import Qwen3Moe
 
@@ -29,14 +33,20 @@ def save_qwen3_moe(
       max_shard_size: bytes, or a string such as "5GB"; a larger model is split into shards with an index.
 
     Raises:
-      ArgumentError: an unknown format, sizes that it cannot take, layers of different formats, or a folder that holds a
-        checkpoint already. Nothing has been written then.
+      ArgumentError: an unknown format, sizes that it cannot take, layers of different formats, parameters that are not
+        those of `model.config`, a folder that holds a checkpoint already, or a path on which a file lies. Nothing has
+        been written then.
     """
-    folder = pathlib.Path(folder)
+    folder = reader.as_path(folder)
     expert_format = _target_format(model, format)
+    existing = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), None)
+    if existing is not None and not existing.is_dir():
+        raise ArgumentError(f"folder: got {folder}, expected a folder or a free name, but {existing} is a file; "
+                            "choose another")
     if old := sorted(p.name for pattern in ("*.safetensors*", reader.CONFIG_FILE) for p in folder.glob(pattern)):
         raise ArgumentError(f"folder: got {folder}, which holds {reader.listing(old)}; remove them or choose another")
     slots = {slot.name: slot for slot in layout(model.config, expert_format)}
+    _check_params(model, slots.values())
     split = split_state_dict_into_shards_factory(
         slots, get_storage_size=lambda slot: _nbytes(model, slot), filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size)
@@ -91,10 +101,36 @@ def _target_format(model: Qwen3Moe, format: str | None) -> str | None:
     return target
 
 
+def _check_params(model: Qwen3Moe, slots: Iterable[Slot]) -> None:
+    """Raises `ArgumentError` unless the model has exactly the parameters of the slots, in their shapes."""
+    expected = {}
+    for slot in slots:
+        if slot.part != "scales":
+            shape = slot.shape[::-1] if slot.transpose else slot.shape
+            expected[slot.param] = shape if slot.expert is None else (model.config.num_experts, *shape)
+    held = {".".join(map(str, path)): param.get_value()
+            for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    for word, names in (("without", expected.keys() - held.keys()), ("with also", held.keys() - expected.keys())):
+        if names:
+            raise ArgumentError(f"model: got one {word} {reader.listing(sorted(names))}, expected the parameters of "
+                                "its config; build it with a config that fits")
+    for path, shape in expected.items():
+        value = held[path]
+        if value.shape != shape:
+            raise ArgumentError(f"{path}: got shape {value.shape}, expected {shape} by the model's config")
+        if not isinstance(value, QuantizedArray) and jnp.dtype(value.dtype) not in DENSE_FORMATS:
+            raise ArgumentError(f"{path}: got dtype {value.dtype}, expected bfloat16, float16 or float32")
+    for number, layer in enumerate(model.layers):
+        try:
+            layer.moe.experts.check()
+        except ArgumentError as error:
+            raise ArgumentError(f"layers.{number}.moe.{error}") from None
+
+
 def _nbytes(model: Qwen3Moe, slot: Slot) -> int:
     itemsize = 1 if slot.part else jnp.dtype(find_param(model, slot.param).get_value().dtype).itemsize
     return int(np.prod(slot.shape)) * itemsize
 
 
-def _write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
+def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

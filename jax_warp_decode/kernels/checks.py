@@ -10,10 +10,14 @@ from jax_warp_decode.formats import QuantizedArray
 from jax_warp_decode.kernels.tile import RowTile
 
 HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-WAY_OUT = "use strategy='expert_centric'"
+OUT_DTYPES = (*HALF, jnp.dtype(jnp.float32))
+WAY_OUT = "call moe with strategy='auto', which takes another path"
+NO_GRADIENT = "has no gradient; differentiate moe with strategy='expert_centric' or 'reference', from the same weights"
 
 
 def _rank(name: str, a, axes: str) -> None:
+    if not hasattr(a, "dtype") or not hasattr(a, "ndim"):
+        raise ArgumentError(f"{name}: got {type(a).__name__}, expected an array [{', '.join(axes)}]")
     if a.ndim != len(axes):
         raise ArgumentError(f"{name}: got shape {a.shape}, expected {len(axes)} dimensions [{', '.join(axes)}]")
 
@@ -35,11 +39,13 @@ def gate_up_shapes(x, ids, w_gate: Weight, w_up: Weight) -> tuple[int, int, int,
     _rank("w_gate", w_gate, "EIH")
     (T, H), (E, I, _) = x.shape, w_gate.shape
     _matches("w_gate", w_gate, (E, I, H), f"[E, I, H] with H from x {x.shape}")
+    _rank("w_up", w_up, "EIH")
     _matches("w_up", w_up, (E, I, H), f"[E, I, H] as w_gate {w_gate.shape}")
     _matches("ids", ids, (T, ids.shape[1]), f"[T, K] with T from x {x.shape}")
     _dtype("x", x, HALF, f"cast x, or {WAY_OUT} for float32 activations")
     if weight_itemsize("w_gate", w_gate) != weight_itemsize("w_up", w_up):
         raise ArgumentError(f"w_up: got {w_up.dtype} {type(w_up).__name__}, expected the format of w_gate")
+    _slots("ids", ids, E)
     return E, T, ids.shape[1], H, I
 
 
@@ -51,8 +57,21 @@ def down_shapes(h, ids, weights, w_down: Weight) -> tuple[int, int, int, int, in
     _matches("w_down", w_down, (E, H, I), f"[E, H, I] with I from h {h.shape}")
     _matches("ids", ids, (T, K), f"[T, K] as in h {h.shape}")
     _matches("weights", weights, (T, K), f"[T, K] as in h {h.shape}")
-    _dtype("h", h, (*HALF, jnp.dtype(jnp.float32)), "cast h")
+    _dtype("h", h, OUT_DTYPES, "cast h")
+    _slots("ids", ids, E)
     return E, T, K, H, I
+
+
+def _slots(name: str, ids, E: int) -> None:
+    if ids.shape[1] > E:
+        raise ArgumentError(f"{name}: got K = {ids.shape[1]} slots per token, expected at most E = {E}, the experts")
+
+
+def out_dtype(dtype) -> jnp.dtype:
+    """The dtype of a result, or an error."""
+    if jnp.dtype(dtype) not in OUT_DTYPES:
+        raise ArgumentError(f"out_dtype: got {jnp.dtype(dtype)}, expected {', '.join(map(str, OUT_DTYPES))}")
+    return jnp.dtype(dtype)
 
 
 def weight_itemsize(name: str, w: Weight) -> int:
@@ -75,6 +94,13 @@ def dimensions(name: str, cols: int, n: int, itemsize: int) -> None:
         raise UnsupportedError(
             f"{name}: got [.., {n}, {cols}], warp decode needs multiples of 32 and at least {least} columns; pad with "
             f"zeros to [.., {math.ceil(n / 32) * 32}, {padded}] once, or {WAY_OUT}")
+
+
+def config_type(config, kind: type):
+    """The config, or an error if it is another kernel's."""
+    if not isinstance(config, kind):
+        raise ArgumentError(f"config: got {type(config).__name__}, expected {kind.__name__} or None")
+    return config
 
 
 def config_fits(name: str, rows: RowTile, n: int, unroll: int) -> None:

@@ -19,9 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_warp_decode import compat
 from jax_warp_decode.experts import Weight
+from jax_warp_decode.gradients import without_gradient
 from jax_warp_decode.kernels import checks, tile
 from jax_warp_decode.kernels.tile import RowTile
-from jax_warp_decode.routing import int32_ids
+from jax_warp_decode.routing import float32_weights, int32_ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,7 @@ def _build(T: int, K: int, E: int, H: int, I: int, itemsize: int, out_dtype, con
         y = rows.reduce(acc).astype(out_dtype)
         compat.store_unaligned(y_ref.at[token, rows.row_slice(row_tile)], y)
 
-    return jax.jit(plgpu.kernel(
+    return without_gradient(jax.jit(plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((T, *rows.result_shape(H)), out_dtype),
         grid=(H // rows.out_rows, T),
@@ -91,7 +92,7 @@ def _build(T: int, K: int, E: int, H: int, I: int, itemsize: int, out_dtype, con
         kernel_name="moe_down_3d_batched",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
-    ))
+    )), f"moe_down_3d_batched: {checks.NO_GRADIENT}")
 
 
 def moe_down_3d_batched(
@@ -133,17 +134,18 @@ def moe_down_3d_batched(
       >>> y.shape, float(y[0, 0])
       ((1, 32), 0.5)
     """
-    ids = int32_ids(ids, "ids")
+    ids, out_dtype = int32_ids(ids, "ids"), checks.out_dtype(out_dtype)
+    weights = float32_weights(weights, "weights")
     E, T, K, H, I = checks.down_shapes(h, ids, weights, w_down)
     itemsize = checks.weight_itemsize("w_down", w_down)
     if T * K == 0:
         return jnp.zeros((T, H), out_dtype)
     checks.dimensions("w_down", I, H, itemsize)
-    config = config or DownConfig.heuristic(T, K, H, I, itemsize)
+    config = checks.config_type(config or DownConfig.heuristic(T, K, H, I, itemsize), DownConfig)
     rows = RowTile(I, itemsize, config.lanes, config.rows)
     checks.config_fits("w_down", rows, H, config.unroll)
-    kernel = _build(T, K, E, H, I, itemsize, jnp.dtype(out_dtype), config,
+    kernel = _build(T, K, E, H, I, itemsize, out_dtype, config,
                     compat.interpret_params(interpret))
-    y = kernel(ids.reshape(-1), jnp.asarray(weights, jnp.float32).reshape(-1), rows.vector_operand(h),
+    y = kernel(ids.reshape(-1), weights.reshape(-1), rows.vector_operand(h),
                *rows.weight_operands(w_down))
     return y.reshape(T, H)

@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_warp_decode import compat
 from jax_warp_decode.activations import Activation, get_activation
 from jax_warp_decode.experts import Weight
+from jax_warp_decode.gradients import without_gradient
 from jax_warp_decode.kernels import checks, tile
 from jax_warp_decode.kernels.tile import RowTile
 from jax_warp_decode.routing import int32_ids
@@ -76,7 +77,7 @@ def _build(T: int, K: int, E: int, H: int, I: int, itemsize: int, activation: Ac
         h = activation.apply(rows.reduce(gate), rows.reduce(up))
         compat.store_unaligned(h_ref.at[pair, rows.row_slice(row_tile)], h.astype(out_dtype))
 
-    return jax.jit(plgpu.kernel(
+    return without_gradient(jax.jit(plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((T * K, *rows.result_shape(I)), out_dtype),
         grid=(I // rows.out_rows, T * K),
@@ -84,7 +85,7 @@ def _build(T: int, K: int, E: int, H: int, I: int, itemsize: int, activation: Ac
         kernel_name="moe_gate_up_3d_batched",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
-    ))
+    )), f"moe_gate_up_3d_batched: {checks.NO_GRADIENT}")
 
 
 def moe_gate_up_3d_batched(
@@ -106,7 +107,8 @@ def moe_gate_up_3d_batched(
       w_gate: [E, I, H] bfloat16, float16 or MXFP8 `QuantizedArray`; dequantised in registers.
       w_up: [E, I, H], same format.
       activation: name in `ACTIVATIONS`.
-      out_dtype: dtype of the result; float32 keeps the intermediate unrounded and costs no measurable time.
+      out_dtype: dtype of the result; float32 keeps the intermediate unrounded, which is free with two-byte
+        weights and costs about a microsecond per token with MXFP8 (bench/NOTES.md).
       config: `GateUpConfig`; None takes `GateUpConfig.heuristic`.
       interpret: True (or `InterpretGPUParams`) runs the kernel on the CPU, for tests.
 
@@ -127,16 +129,16 @@ def moe_gate_up_3d_batched(
       >>> h.shape, h[0, :, 0].round(3).tolist()
       ((1, 2, 32), [0.7310000061988831, 0.0])
     """
-    ids = int32_ids(ids, "ids")
+    ids, out_dtype = int32_ids(ids, "ids"), checks.out_dtype(out_dtype)
     E, T, K, H, I = checks.gate_up_shapes(x, ids, w_gate, w_up)
     itemsize = checks.weight_itemsize("w_gate", w_gate)
     if T * K == 0:
         return jnp.zeros((T, K, I), out_dtype)
     checks.dimensions("w_gate", H, I, itemsize)
-    config = config or GateUpConfig.heuristic(T, K, H, I, itemsize)
+    config = checks.config_type(config or GateUpConfig.heuristic(T, K, H, I, itemsize), GateUpConfig)
     rows = RowTile(H, itemsize, config.lanes, config.rows)
     checks.config_fits("w_gate", rows, I, config.unroll)
-    kernel = _build(T, K, E, H, I, itemsize, get_activation(activation), jnp.dtype(out_dtype), config,
+    kernel = _build(T, K, E, H, I, itemsize, get_activation(activation), out_dtype, config,
                     compat.interpret_params(interpret))
     h = kernel(ids.reshape(-1), rows.vector_operand(x),
                *rows.weight_operands(w_gate), *rows.weight_operands(w_up))

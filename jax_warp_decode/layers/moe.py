@@ -124,11 +124,17 @@ class MoE(nnx.Module):
             raise ArgumentError(f"strategy: got {strategy!r}, expected one of {names}")
         self.strategy = strategy
 
-    def choice(self, tokens: int) -> Choice:
-        """The strategy, and why, for a call with `tokens` tokens of this layer's dtype (the router's if None)."""
+    def choice(self, tokens: int, x_dtype: Any = None) -> Choice:
+        """The strategy, and why, for a call with `tokens` tokens.
+
+        Args:
+          tokens: T, the product of the leading axes of x.
+          x_dtype: dtype that x will have; matters only to a layer with `dtype` None, which computes in it. None stands
+            for the dtype of the router's parameter.
+        """
         return choose(
             tokens, self.experts, experts_per_token=self.num_experts_per_token,
-            x_dtype=self.dtype or self.router.get_value().dtype, strategy=self.strategy)
+            x_dtype=self.dtype or x_dtype or self.router.get_value().dtype, strategy=self.strategy)
 
     def route(self, x: jax.Array) -> Routing:
         """Routing of tokens x [T, H]: logits, softmax, choice and weights in float32 at every batch size."""
@@ -149,5 +155,9 @@ class MoE(nnx.Module):
             raise ArgumentError(
                 f"x: got {x.dtype}{list(x.shape)}, expected a floating array [..., H] with H = {self.hidden_size}")
         tokens = x.astype(self.dtype or x.dtype).reshape(math.prod(x.shape[:-1]), self.hidden_size)
-        y = moe(tokens, self.route(tokens), self.experts, activation=self.activation, strategy=self.strategy)
+        experts = self.experts
+        experts.check()
+        # Refused here, a strategy comes without the hint of `moe` at an option that the layer does not have.
+        strategy = self.choice(tokens.shape[0], tokens.dtype).strategy
+        y = moe(tokens, self.route(tokens), experts, activation=self.activation, strategy=strategy)
         return y.reshape(x.shape)

@@ -14,6 +14,9 @@ from flax import nnx
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.models.cache import KVCache
 
+# Normal float32 numbers: devices may flush smaller ones to 0.
+MIN_TEMPERATURE, MAX_TEMPERATURE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
 
 @functools.lru_cache(maxsize=16)
 def _make_advance(graphdef, state_def, greedy: bool) -> Callable:
@@ -27,7 +30,9 @@ def _make_advance(graphdef, state_def, greedy: bool) -> Callable:
         if greedy:
             ids = jnp.argmax(logits, axis=-1)
         else:
-            ids = jax.random.categorical(key, logits / temperature)
+            # Differences to the largest logit are at most 0: over a tiny temperature they overflow to probability 0.
+            below = logits - jnp.max(logits, axis=-1, keepdims=True)
+            ids = jax.random.categorical(key, below / temperature)
         return ids.astype(jnp.int32), logits, cache
 
     return advance
@@ -125,7 +130,7 @@ def generate(
       prompt_tokens: [B, S] integers on the host or the device, S >= 1.
       max_new_tokens: number of tokens to produce per sequence, at least 1. There is no stop token: stop iterating.
       temperature: 0 picks the most likely token, ties to the lower id; above 0 samples from
-        `softmax(logits / temperature)`.
+        `softmax(logits / temperature)`. A float32: neither subnormal nor too large for one.
       rng: `jax.random.key` for sampling; required when temperature > 0 and refused otherwise.
       max_len: length of the KV cache in tokens, default S + max_new_tokens. Calls with equal prompt shapes and equal
         `max_len` share the compiled code.
@@ -136,7 +141,7 @@ def generate(
 
     Raises:
       ArgumentError: for a prompt of another shape or dtype, ids outside the vocabulary, a length beyond the model's
-        `max_position_embeddings` or beyond `max_len`, a negative temperature, or a missing `rng`.
+        `max_position_embeddings` or beyond `max_len`, a bad temperature, or a missing `rng`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -158,6 +163,10 @@ def generate(
     if max_new_tokens < 1:
         raise ArgumentError(f"max_new_tokens: got {max_new_tokens}, expected at least 1")
     needed, limit = length + max_new_tokens, model.config.max_position_embeddings
+    if length >= limit:
+        raise ArgumentError(
+            f"prompt_tokens: got {length} tokens, expected at most {limit - 1}, so that one more fits: the model's "
+            f"max_position_embeddings is {limit}; shorten the prompt")
     if needed > limit:
         raise ArgumentError(
             f"max_new_tokens: got {max_new_tokens} after a prompt of {length} tokens, expected at most "
@@ -167,8 +176,10 @@ def generate(
         raise ArgumentError(
             f"max_len: got {max_len}, expected {needed} (prompt and new tokens) <= max_len <= {limit} "
             f"(max_position_embeddings)")
-    if not temperature >= 0.0 or temperature == float("inf"):
-        raise ArgumentError(f"temperature: got {temperature}, expected a finite number >= 0")
+    if not (temperature == 0.0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE):
+        raise ArgumentError(
+            f"temperature: got {temperature}, expected a finite number >= 0, and above 0 from {MIN_TEMPERATURE:.3g} to "
+            f"{MAX_TEMPERATURE:.3g}; 0 takes the most likely token")
     if (rng is not None) != (temperature > 0.0):
         raise ArgumentError(
             f"rng: got {'None' if rng is None else 'a key'} with temperature {temperature}, expected a key only when "

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from typing import Any
 
 import jax
@@ -41,7 +42,8 @@ class Attention(nnx.Module):
             nnx.RMSNorm, config.head_dim, epsilon=config.rms_norm_eps, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
-        self.head_dim = config.head_dim
+        self.query_heads = (config.num_attention_heads, config.head_dim)
+        self.key_heads = (config.num_key_value_heads, config.head_dim)
         self.q_proj = linear(config.hidden_size, query_size)
         self.k_proj = linear(config.hidden_size, key_size)
         self.v_proj = linear(config.hidden_size, key_size)
@@ -51,13 +53,13 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, angles: jax.Array, mask: jax.Array, cache: KVCache, layer: int):
         """x [B, S, H], angles [S, D/2], mask [1, 1, S, max_len] -> ([B, S, H], cache with this layer's keys)."""
-        heads = (*x.shape[:2], -1, self.head_dim)
-        q = _rotate(self.q_norm(self.q_proj(x).reshape(heads)), angles)
-        k = _rotate(self.k_norm(self.k_proj(x).reshape(heads)), angles)
-        cache = cache.write(layer, k, self.v_proj(x).reshape(heads))
+        rows = x.shape[:2]
+        q = _rotate(self.q_norm(self.q_proj(x).reshape(*rows, *self.query_heads)), angles)
+        k = _rotate(self.k_norm(self.k_proj(x).reshape(*rows, *self.key_heads)), angles)
+        cache = cache.write(layer, k, self.v_proj(x).reshape(*rows, *self.key_heads))
         y = jax.nn.dot_product_attention(
             q, cache.k[layer].astype(q.dtype), cache.v[layer].astype(q.dtype), mask=mask, implementation="xla")
-        return self.o_proj(y.reshape(*x.shape[:2], -1)), cache
+        return self.o_proj(y.reshape(*rows, math.prod(self.query_heads))), cache
 
 
 class DecoderLayer(nnx.Module):
@@ -184,7 +186,7 @@ class Qwen3Moe(nnx.Module):
         """Reads tokens behind the cached ones and predicts the token after each of them.
 
         Args:
-          tokens: [B, S] integers. An id outside [0, V) makes the logits of its row NaN.
+          tokens: [B, S] integers, B and S may be 0. An id outside [0, V) makes the logits of its row NaN.
           cache: a `KVCache` for B rows with room for S more positions; None takes a fresh one of length S.
 
         Returns:

@@ -5,7 +5,6 @@ With MXFP8 activations, `quantise` runs a second time before `down`. Each is a f
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from jax_warp_decode.activations import Activation
 from jax_warp_decode.errors import UnsupportedError
 from jax_warp_decode.experts import ExpertWeights
 from jax_warp_decode.formats import FORMATS, dequantize
+from jax_warp_decode.gradients import without_gradient
 from jax_warp_decode.paths.grouped_gemm import grouped_gemm
 from jax_warp_decode.routing import Routing
 
@@ -42,16 +42,16 @@ def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: A
         activation_format: str | None = None) -> jax.Array:
     """The routed experts of one layer: x [T, H] -> y [T, H] in x.dtype. See `moe` for the arguments.
 
-    Products take operands in x.dtype and accumulate in float32. On a GPU the result of each projection and the
-    intermediate are rounded to x.dtype, elsewhere only the intermediate. float16 rows are scaled by a power of two
-    around each projection, so that no intermediate overflows. The combine is float32 in a fixed order: a row of y does
-    not depend on the other tokens.
+    With bfloat16 x (and weights that are not float16), products take bfloat16 operands and accumulate in float32. On a
+    GPU the result of each projection and the intermediate are rounded to bfloat16, elsewhere only the intermediate.
+    float16 and float32 are computed in float32, whose range no intermediate leaves: exact, but a scan over all experts.
+    The combine is float32 in a fixed order: a row of y does not depend on the other tokens.
 
     With activation_format="mxfp8", rows are quantised to MXFP8 before both projections, as conventional MXFP8 serving
     does (OCP MX v1.0). E4M3 times a power of two is exact in bfloat16, so this has the numerics of an MXFP8 x MXFP8
     product with float32 accumulation. It has no gradient.
 
-    Temporaries: gathered rows [T * K, H] and intermediates [T * K, I]. Quantised weights are widened to x.dtype before
+    Temporaries: gathered rows [T * K, H] and intermediates [T * K, I]. Quantised weights are widened before
     each product, all E experts at once.
 
     Raises:
@@ -76,12 +76,18 @@ def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: A
     rows = gather(x, alignment)
     if activation_format:
         rows = quantise(rows, activation_format)
-    gate, up = gate_up(rows, experts, alignment, x.dtype)
+    dtype = operand_dtype(x.dtype, experts.format)
+    gate, up = gate_up(rows, experts, alignment, dtype)
     h = activate(gate, up, activation)
     if activation_format:
         h = quantise(h, activation_format)
-    out = down(h, experts, alignment, x.dtype)
+    out = down(h, experts, alignment, dtype)
     return combine(out, alignment, routing, experts.num_experts).astype(x.dtype)
+
+
+def operand_dtype(x_dtype, weight_format: str):
+    """What both projections compute in: bfloat16 for bfloat16 x, unless the weights are float16; else float32."""
+    return jnp.bfloat16 if jnp.dtype(x_dtype) == jnp.bfloat16 and weight_format != "f16" else jnp.float32
 
 
 @jax.named_scope("align")
@@ -106,7 +112,11 @@ def gather(x: jax.Array, alignment: Alignment) -> jax.Array:
 @jax.named_scope("quantise")
 def quantise(rows: jax.Array, format: str) -> jax.Array:
     """Rounds rows [M, N] to a block format along N; returns the float32 values the format can hold."""
-    return _inference_only(rows, format)
+    # Rounding has a derivative of zero: without the guard, every gradient behind it would silently vanish.
+    rounded = without_gradient(
+        lambda rows: dequantize(FORMATS[format].quantize(rows), jnp.float32),
+        "activation_format: quantised activations have no gradient; differentiate with activation_format=None")
+    return rounded(rows)
 
 
 @jax.named_scope("gate_up")
@@ -145,14 +155,7 @@ def _routed(ids: jax.Array, num_experts: int) -> jax.Array:
 
 
 def _project(rows, w, group_sizes, dtype):
-    w = dequantize(w, dtype)
-    if dtype != jnp.float16:
-        return grouped_gemm(rows.astype(dtype), w, group_sizes)
-    # Largest power of two in each row, from the exponent bits. The product is linear, so its derivative is not needed.
-    bits = lax.bitcast_convert_type(jnp.max(jnp.abs(rows.astype(jnp.float32)), axis=1, keepdims=True), jnp.int32)
-    scale = lax.bitcast_convert_type(bits & jnp.int32(0x7F800000), jnp.float32)
-    scale = lax.stop_gradient(jnp.maximum(scale, jnp.finfo(jnp.float32).tiny))
-    return grouped_gemm((rows.astype(jnp.float32) / scale).astype(dtype), w, group_sizes) * scale
+    return grouped_gemm(rows.astype(dtype), dequantize(w, dtype), group_sizes)
 
 
 def _check_blocks(format, experts):
@@ -161,17 +164,3 @@ def _check_blocks(format, experts):
     if bad:
         raise UnsupportedError(f"activation_format: {format!r} needs H and I to be multiples of {block}, got "
                                f"{', '.join(bad)}; use activation_format=None")
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _inference_only(rows, format):
-    return dequantize(FORMATS[format].quantize(rows), jnp.float32)
-
-
-def _refuse(*_):
-    # Rounding has a derivative of zero: without this, every gradient behind it would silently vanish.
-    raise UnsupportedError("activation_format: quantised activations have no gradient; differentiate with "
-                           "activation_format=None")
-
-
-_inference_only.defvjp(_refuse, _refuse)

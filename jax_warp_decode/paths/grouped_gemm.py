@@ -14,7 +14,6 @@ from jax_warp_decode.errors import UnsupportedError
 MULTIPLE = 64
 ROW_MULTIPLE = 8  # its shared-memory tiles hold rows in eights; rows are padded to that, in no group
 HOPPER = "9.0"
-HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +60,7 @@ def grouped_gemm(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.A
       group_sizes: int32 [E], with a sum of at most M.
 
     Returns:
-      float32 [M, N]. On CUDA, bfloat16 and float16 rows go through `ragged_dot_mgpu` from JAX (Hopper's wgmma, float32
+      float32 [M, N]. On CUDA, bfloat16 rows go through `ragged_dot_mgpu` from JAX (Hopper's wgmma, float32
       accumulation), whose result is rounded once to the dtype of rows. Everything else is a scan over all experts in
       full float32 precision: work grows with M * E. Rows beyond the sum of group_sizes hold anything, NaN included, so
       select, never multiply by zero. No row depends on another row or on the weights of another expert.
@@ -75,7 +74,7 @@ def grouped_gemm(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.A
 
 
 def _forward(rows, w, group_sizes):
-    if jnp.dtype(rows.dtype) not in HALF:
+    if rows.dtype != jnp.bfloat16:
         return _scan(rows, w, group_sizes)
     n, k = w.shape[1:]
     reason = refusal(n, k)
@@ -91,12 +90,12 @@ def refusal(n: int, k: int) -> str:
     """Why the CUDA kernel cannot multiply by weights [E, N, K] here, or an empty string."""
     if n % MULTIPLE or k % MULTIPLE:
         return (f"experts: got a weight [E, {n}, {k}], the grouped GEMM of 'expert_centric' needs multiples of "
-                f"{MULTIPLE} on a GPU; pad the weights with zeros once, or use strategy='reference'")
+                f"{MULTIPLE} on a GPU; pad the weights with zeros once, or use strategy='auto' or 'reference'")
     if jax.default_backend() == "gpu":
         capability = getattr(jax.devices()[0], "compute_capability", "unknown")
         if capability != HOPPER:
             return (f"strategy: 'expert_centric' got a GPU of compute capability {capability}, its grouped GEMM needs "
-                    f"{HOPPER} (Hopper); use strategy='warp_decode' or 'reference'")
+                    f"{HOPPER} (Hopper); use strategy='auto' or 'reference'")
     return ""
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax_warp_decode.activations import Activation
 from jax_warp_decode.errors import UnsupportedError
 from jax_warp_decode.experts import ExpertWeights
+from jax_warp_decode.gradients import without_gradient
 from jax_warp_decode.kernels import moe_down_3d_batched, moe_gate_up_3d_batched
 from jax_warp_decode.routing import Routing
 
@@ -19,21 +20,10 @@ def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: A
     Works under `jit`, `lax.scan` and `vmap` over tokens. The kernels have no derivative: differentiating raises
     `UnsupportedError`; train through strategy='expert_centric', from the same parameters.
     """
-    return _inference_only(x, routing, experts, activation, interpret)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _inference_only(x, routing, experts, activation, interpret):
-    return _batchable(activation, interpret)(x, routing, experts)
-
-
-def _refuse(*_):
-    raise UnsupportedError(
-        "strategy: 'warp_decode' has no gradient; it is the decode path. Use strategy='expert_centric' or "
-        "'reference' where you differentiate, with the same ExpertWeights")
-
-
-_inference_only.defvjp(_refuse, _refuse)
+    layer = without_gradient(_batchable(activation, interpret), (
+        "strategy: 'warp_decode' has no gradient; it is the decode path. Use strategy='expert_centric' or 'reference' "
+        "where you differentiate, with the same ExpertWeights"))
+    return layer(x, routing, experts)
 
 
 def intermediate_dtype(experts: ExpertWeights):
@@ -73,6 +63,6 @@ def _batchable(activation: Activation, interpret):
 
         flat_x = merged(x, x_mapped)
         y = layer(flat_x, jax.tree.map(merged, routing, routing_mapped), experts)
-        return y.reshape(size, -1, y.shape[-1]), True
+        return y.reshape(size, *x.shape[1 if x_mapped else 0:]), True
 
     return layer
