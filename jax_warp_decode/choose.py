@@ -46,8 +46,7 @@ def no_gpu_reason() -> str:
 
 def available_strategies() -> dict[str, str]:
     """Every strategy with an empty string if it can run on the default device, else the reason why not."""
-    return {"warp_decode": no_gpu_reason(), "expert_centric": grouped_gemm.refusal(
-        grouped_gemm.MULTIPLE, grouped_gemm.MULTIPLE), "reference": ""}
+    return {"warp_decode": no_gpu_reason(), "expert_centric": grouped_gemm.device_refusal(), "reference": ""}
 
 
 def _shape_reason(experts: ExpertWeights, x_dtype) -> str:

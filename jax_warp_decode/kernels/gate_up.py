@@ -108,7 +108,7 @@ def moe_gate_up_3d_batched(
       w_up: [E, I, H], same format.
       activation: name in `ACTIVATIONS`.
       out_dtype: dtype of the result; float32 keeps the intermediate unrounded, which is free with two-byte
-        weights and costs about a microsecond per token with MXFP8 (bench/NOTES.md).
+        weights and slows the down kernel with MXFP8 (bench/NOTES.md).
       config: `GateUpConfig`; None takes `GateUpConfig.heuristic`.
       interpret: True (or `InterpretGPUParams`) runs the kernel on the CPU, for tests.
 

@@ -91,6 +91,11 @@ def refusal(n: int, k: int) -> str:
     if n % MULTIPLE or k % MULTIPLE:
         return (f"experts: got a weight [E, {n}, {k}], the grouped GEMM of 'expert_centric' needs multiples of "
                 f"{MULTIPLE} on a GPU; pad the weights with zeros once, or use strategy='auto' or 'reference'")
+    return device_refusal()
+
+
+def device_refusal() -> str:
+    """Why the default device cannot run a bfloat16 grouped GEMM of any size, or an empty string."""
     if jax.default_backend() == "gpu":
         capability = getattr(jax.devices()[0], "compute_capability", "unknown")
         if capability != HOPPER:

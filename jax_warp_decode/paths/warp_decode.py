@@ -30,7 +30,7 @@ def intermediate_dtype(experts: ExpertWeights):
     """float32 where it is free: with 2-byte weights it costs no time and halves the error of a bfloat16 intermediate.
 
     With 1-byte weights a lane meets 64 bytes of a float32 intermediate per load, which collide in the L1 banks and
-    slow the layer by 14 % at one token, so it stays bfloat16 there (measured, bench/NOTES.md).
+    slow the down kernel, so it stays bfloat16 there (bench/NOTES.md).
     """
     return jnp.bfloat16 if experts.format == "mxfp8" else jnp.float32
 
