@@ -128,14 +128,13 @@ def render(info: Info, console: Console) -> None:
     print_facts(console, facts)
     console.print()
 
-    formats = list(dict.fromkeys(format for _, format in info.formats))
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    table.add_column("strategy \\ weights")
-    for format in formats:
-        table.add_column(format)
+    table.add_column("weights \\ strategy")
     for strategy in info.strategies:
-        cells = ["[red]no[/]" if info.formats[strategy, format] else "[green]yes[/]" for format in formats]
-        table.add_row(strategy, *cells)
+        table.add_column(strategy)
+    for format in dict.fromkeys(format for _, format in info.formats):
+        cells = ["[red]no[/]" if info.formats[strategy, format] else "[green]yes[/]" for strategy in info.strategies]
+        table.add_row(format, *cells)
     console.print(table)
 
     reasons: dict[str, list[str]] = {}

@@ -12,49 +12,30 @@ Letters: T tokens, H hidden, I intermediate, E experts, K slots per token. An id
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
-
-# ------------------------------------------------------------------------------------------------- number formats
-
-BLOCK = 32
-
-
-def _e4m3_table():
-    code = np.arange(128)
-    exponent, mantissa = code >> 3, code & 7
-    positive = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10))
-    positive[127] = np.nan
-    return np.concatenate([positive, -positive])
-
-
-E4M3 = _e4m3_table()  # value of each byte; 0x7F and 0xFF are NaN, there is no inf
-E8M0 = np.array([2.0 ** (byte - 127) for byte in range(255)] + [np.nan])
-
-
-def bytes_of(a):
-    """One-byte dtypes (float8_e4m3fn, float8_e8m0fnu, uint8) as uint8."""
-    return np.ascontiguousarray(a).view(np.uint8)
-
-
-def decode_mx(values, scales):
-    """E4M3 values [..., N] with E8M0 scales [..., N // 32] -> float64 [..., N]."""
-    return E4M3[bytes_of(values)] * np.repeat(E8M0[bytes_of(scales)], BLOCK, -1)
-
-
-def encode_mx(x):
-    """Finite x [..., N] -> (values float8_e4m3fn [..., N], scales uint8 [..., N // 32]) by the rule of OCP MX v1.0."""
-    x = np.asarray(x, np.float64)
-    blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
-    largest = np.abs(blocks).max(-1, keepdims=True)
-    exponent = np.where(largest > 0, np.frexp(largest)[1] - 1.0, -np.inf)
-    shared = np.clip(exponent - 8, -127, 127).astype(np.int64)
-    scaled = np.clip(np.ldexp(blocks, -shared), -448, 448)
-    step = np.exp2(np.maximum(np.frexp(scaled)[1] - 1, -6) - 3.0)
-    values = (np.rint(scaled / step) * step).astype(ml_dtypes.float8_e4m3fn).reshape(x.shape)
-    return values, (shared[..., 0] + 127).astype(np.uint8)
-
+from oracle_formats import (  # noqa: F401  part of the oracle for its users
+    BLOCK,
+    E2M1,
+    E4M3,
+    E5M2,
+    E8M0,
+    FORMATS,
+    INT4,
+    INT8,
+    Quantized,
+    block_max,
+    bytes_of,
+    decode_mx,
+    encode,
+    encode_mx,
+    fit_scales,
+    nearest_codes,
+    spread,
+)
 
 # ---------------------------------------------------------------------------------------------- router and experts
 
@@ -78,15 +59,53 @@ def silu(gate, up):
     return gate * sigmoid(gate) * up
 
 
+def relu(x):
+    return np.maximum(x, 0.0)
+
+
+def normal_cdf(x):
+    return 0.5 * np.vectorize(math.erfc, otypes=[float])(-np.asarray(x, np.float64) / math.sqrt(2))
+
+
+def gelu_tanh_argument(gate):
+    return math.sqrt(8 / math.pi) * (gate + 0.044715 * gate**3)
+
+
 @dataclasses.dataclass(frozen=True)
 class OracleActivation:
-    """act(gate, up) in float64 with what the bound needs: a gated activation f(gate) * up, |f'| <= slope."""
+    """act(gate, up) = f(gate) * u(up) in float64 with what the bound needs: |f'| <= slope and |u'| <= 1.
 
-    apply: object
+    argument is the size of what a float32 form takes exp of, times the roundings that this takes, for a gate of this
+    size. A non-gated activation has only an up projection and gets it as gate too.
+    """
+
+    f: Callable
     slope: float
+    argument: Callable = lambda gate: gate
+    u: Callable = lambda up: up
+    gated: bool = True
+
+    def apply(self, gate, up):
+        return self.f(up if gate is None else gate) * self.u(up)
 
 
-ACTIVATIONS = {"silu": OracleActivation(silu, 1.1)}
+def clamped(alpha, limit, up_offset):
+    return OracleActivation(
+        lambda gate: np.minimum(gate, limit) * sigmoid(alpha * np.minimum(gate, limit)), 1.1,
+        lambda gate: 3 * alpha * gate, lambda up: np.clip(up, -limit, limit) + up_offset)
+
+
+ACTIVATIONS = {
+    "silu": OracleActivation(lambda gate: gate * sigmoid(gate), 1.1),
+    "gelu_tanh": OracleActivation(lambda gate: gate * sigmoid(gelu_tanh_argument(gate)), 1.13,
+                                  lambda gate: 7 * gelu_tanh_argument(gate)),
+    "gelu_erf": OracleActivation(lambda gate: gate * normal_cdf(gate), 1.13, lambda gate: gate**2 / 2),
+    "relu2": OracleActivation(relu, 1.0, u=relu, gated=False),
+    "clamped_swiglu": clamped(1.702, 7.0, 1.0),
+    "clamped_silu": clamped(1.0, 10.0, 0.0),
+    "situ": OracleActivation(
+        lambda gate: 4 * np.tanh(gate / 4) * sigmoid(gate), 1.1, u=lambda up: 25 * np.tanh(up / 25)),
+}
 
 # ----------------------------------------------------------------------------------------------------- error bound
 
@@ -125,14 +144,16 @@ def _norm(a, w):
 
 def _hidden(x, w_gate, w_up, act, h_dtype, unit):
     """h = act(w_gate x, w_up x) of rows x [N, H]: exact [N, I] and a bound on its error as stored in h_dtype."""
-    gate, up = x @ w_gate.T, x @ w_up.T
-    gate_err, up_err = (_sum_error(2 * x.shape[1], _norm(x, w), unit) for w in (w_gate, w_up))  # products and sums
-    h = act.apply(gate, up)
-    f = np.abs(act.apply(gate, 1.0)) + act.slope * gate_err
-    err = act.slope * gate_err * np.abs(up) + f * up_err
-    # exp(-gate) inherits |gate| roundings from its scaled argument; a handful more for exp, division and products. It
+    up, up_err = x @ w_up.T, _sum_error(2 * x.shape[1], _norm(x, w_up), unit)  # products and sums
+    gate, gate_err = up, up_err
+    if act.gated:
+        gate, gate_err = x @ w_gate.T, _sum_error(2 * x.shape[1], _norm(x, w_gate), unit)
+    f, u = act.f(gate), act.u(up)
+    h = f * u
+    err = act.slope * gate_err * np.abs(u) + (np.abs(f) + act.slope * gate_err) * up_err
+    # exp(-z) inherits |z| roundings from its scaled argument; a handful more for exp, division and products. It
     # overflows where silu is below 2^-120.
-    err += (np.abs(gate) + gate_err + 16) * 2.0**-23 * (np.abs(h) + err) + 2.0**-120 * np.abs(up)
+    err += (act.argument(np.abs(gate) + gate_err) + 16) * 2.0**-23 * (np.abs(h) + err) + 2.0**-120 * np.abs(u)
     return h, err + _store_error(np.abs(h) + err, h_dtype)
 
 
@@ -141,14 +162,14 @@ def _hidden(x, w_gate, w_up, act, h_dtype, unit):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Inputs of one layer as NumPy arrays in their storage dtypes. An MXFP8 weight is a pair (values, scales)."""
+    """Inputs of one layer as NumPy arrays in their storage dtypes, quantised weights as `Quantized`."""
 
     x: np.ndarray  # [T, H]
     ids: np.ndarray  # [T, K]
     weights: np.ndarray  # [T, K] float32
-    w_gate: np.ndarray | tuple  # [E, I, H]
-    w_up: np.ndarray | tuple  # [E, I, H]
-    w_down: np.ndarray | tuple  # [E, H, I]
+    w_gate: np.ndarray | Quantized | None  # [E, I, H], None without a gate
+    w_up: np.ndarray | Quantized  # [E, I, H]
+    w_down: np.ndarray | Quantized  # [E, H, I]
     activation: str = "silu"
 
     @property
@@ -157,18 +178,17 @@ class Case:
 
     @property
     def num_experts(self):
-        return len(_part(self.w_gate))
+        return len(_part(self.w_up))
 
     def args(self):
         """(x, Routing, ExpertWeights) as JAX arrays, the first arguments of `moe`."""
         import jax.numpy as jnp
 
         from jax_warp_decode.experts import ExpertWeights
-        from jax_warp_decode.formats import QuantizedArray
         from jax_warp_decode.routing import Routing
 
         def to_jax(w):
-            return QuantizedArray(*map(jnp.asarray, w), "mxfp8") if isinstance(w, tuple) else jnp.asarray(w)
+            return w.to_jax() if isinstance(w, Quantized) else None if w is None else jnp.asarray(w)
 
         experts = ExpertWeights(*map(to_jax, (self.w_gate, self.w_up, self.w_down)))
         return jnp.asarray(self.x), Routing(jnp.asarray(self.ids), jnp.asarray(self.weights)), experts
@@ -183,7 +203,7 @@ class Case:
 
     def expert(self, e):
         """(w_gate, w_up, w_down) of one expert in float64."""
-        return [decode_mx(w[0][e], w[1][e]) if isinstance(w, tuple) else w[e].astype(np.float64)
+        return [w.decode(e) if isinstance(w, Quantized) else None if w is None else w[e].astype(np.float64)
                 for w in (self.w_gate, self.w_up, self.w_down)]
 
     @functools.cached_property
@@ -193,7 +213,7 @@ class Case:
 
     def solve_hidden(self, h_dtype, unit):
         """(exact h, bound on its error as stored in h_dtype), float64 [T, K, I]; zero in slots that are not routed."""
-        h, err = np.zeros((2, *self.ids.shape, _part(self.w_gate).shape[1]))
+        h, err = np.zeros((2, *self.ids.shape, _part(self.w_up).shape[1]))
         for e in np.unique(self.ids[self.routed()]):
             rows, slots = np.nonzero(self.ids == e)
             w_gate, w_up, _ = self.expert(e)
@@ -214,7 +234,7 @@ class Case:
             np.add.at(err, rows, np.abs(w) * LAMBDA * _norm(h_err, w_down))
             np.add.at(size, rows, np.abs(w) * _norm(np.abs(h) + h_err, w_down))
         # I products and sums, then K more with the routing weights, which have no random signs.
-        err += _sum_error(2 * _part(self.w_down).shape[2], size, unit)
+        err += _sum_error(2 * _part(self.w_up).shape[1], size, unit)
         return y, err + 2 * self.ids.shape[1] * unit * (size + np.abs(y))
 
 
@@ -253,7 +273,7 @@ DTYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
 
 
 def make_case(seed, *, tokens, experts, hidden, intermediate, k, x_dtype="bf16", weights="bf16", pattern="uniform",
-              poison=True):
+              poison=True, activation="silu"):
     """A random case: x standard normal, weights standard normal / 8, routing weights positive with sum 1.
 
     poison: NaN in everything that must not be read or must not matter: experts and rows without a routed slot, and
@@ -276,14 +296,24 @@ def make_case(seed, *, tokens, experts, hidden, intermediate, k, x_dtype="bf16",
             scales = rng.integers(117, 122, (*shape[:-1], shape[-1] // BLOCK), np.uint8)
             if poison:
                 bytes_of(values)[idle], scales[idle] = 0x7F, 255
-            return values, scales
+            return Quantized(values, scales)
+        if weights in FORMATS:
+            w = encode(rng.standard_normal(shape, np.float32) / 8, weights)
+            if poison:
+                for part in (w.scales, w.global_scale):
+                    if part is not None:
+                        part[idle] = 255 if part.dtype == np.uint8 else np.nan
+                if "float8" in w.values.dtype.name:
+                    w.values[idle] = np.nan
+            return w
         w = (rng.standard_normal(shape, np.float32) / 8).astype(DTYPES[weights])
         if poison:
             w[idle] = np.nan
         return w
 
-    return Case(x, ids, routing, weight(experts, intermediate, hidden), weight(experts, intermediate, hidden),
-                weight(experts, hidden, intermediate))
+    w_gate = weight(experts, intermediate, hidden) if ACTIVATIONS[activation].gated else None
+    return Case(x, ids, routing, w_gate, weight(experts, intermediate, hidden), weight(experts, hidden, intermediate),
+                activation)
 
 
 # ------------------------------------------------------------------------------------------------------ comparison

@@ -18,6 +18,7 @@ from rich.console import Console
 from jax_warp_decode import cli, demo, info
 from jax_warp_decode.checkpoints import save_qwen3_moe
 from jax_warp_decode.compat import JAX_WINDOW
+from jax_warp_decode.formats import FORMATS
 from jax_warp_decode.models import Qwen3Moe, Qwen3MoeConfig
 from jax_warp_decode.text import ByteCodec
 
@@ -54,13 +55,12 @@ def test_info_says_what_runs_here(capsys):
     code, out, _ = run(capsys, "info")
     assert code == 0
     assert jax.__version__ in out and jax.devices()[0].device_kind in out
-    assert re.search(r"^expert_centric( +yes){4}", out, re.M) and re.search(r"^reference( +yes){4}", out, re.M)
-    assert all(name in out for name in ("bf16", "f16", "f32", "mxfp8"))
+    for name in ("bf16", "f16", "f32", *FORMATS):  # warp_decode, expert_centric, reference
+        assert re.search(rf"^{name} +no +yes +yes", out, re.M), name
 
 
 def test_info_says_why_warp_decode_cannot_run(capsys):
     _, out, _ = run(capsys, "info")
-    assert re.search(r"^warp_decode( +no){4}", out, re.M)
     reason = next(line for line in out.splitlines() if line.startswith("warp_decode") and "GPU" in line)
     assert "cuda12" in reason and "interpret" not in out
 

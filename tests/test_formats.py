@@ -190,7 +190,7 @@ def q():
 
 def test_shape_size_and_default_dtype(q):
     assert (q.shape, q.ndim, q.dtype, q.format) == ((4, 8, 64), 3, jnp.bfloat16, "mxfp8")
-    assert q.nbytes == 4 * 8 * 64 * 33 // 32 == q.values.size * FORMATS["mxfp8"].bytes_per_value
+    assert q.nbytes == 4 * 8 * 64 * 33 // 32 == FORMATS["mxfp8"].nbytes(q.shape)
 
 
 def test_is_a_pytree_with_static_format(q):

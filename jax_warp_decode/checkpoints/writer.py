@@ -19,6 +19,8 @@ from jax_warp_decode.experts import DENSE_FORMATS
 from jax_warp_decode.formats import FORMATS, QuantizedArray, quantize
 from jax_warp_decode.models.qwen3_moe import Qwen3Moe
 
+SAVED_FORMATS = ("mxfp8",)  # what the reader takes
+
 
 def save_qwen3_moe(
         model: Qwen3Moe, folder: Any, *, format: str | None = None, max_shard_size: int | str = "5GB") -> None:
@@ -84,12 +86,15 @@ class _Source:
 
 def _target_format(model: Qwen3Moe, format: str | None) -> str | None:
     """Format of the experts in the folder; None for plain ones."""
-    if format is not None and format not in FORMATS:
-        raise ArgumentError(f"format: got {format!r}, expected None or one of {sorted(FORMATS)}")
+    if format is not None and format not in SAVED_FORMATS:
+        raise ArgumentError(f"format: got {format!r}, expected None or one of {sorted(SAVED_FORMATS)}")
     held = {layer.moe.experts.format for layer in model.layers}
     if len(held) > 1:
         raise ArgumentError(f"model: got layers with experts in {sorted(held)}, expected one format in all layers")
     held = held.pop()
+    if held in FORMATS and held not in SAVED_FORMATS:
+        raise ArgumentError(f"model: got {held} experts, expected one of {sorted(SAVED_FORMATS)} or plain ones; "
+                            "dequantise them")
     if held in FORMATS and format not in (None, held):
         raise ArgumentError(f"format: got {format!r} for a model with {held} experts, expected None or {held!r}")
     target = held if held in FORMATS else format

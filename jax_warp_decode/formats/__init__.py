@@ -4,22 +4,26 @@ import jax
 import jax.numpy as jnp
 
 from jax_warp_decode.errors import ArgumentError
-from jax_warp_decode.formats.mx import BLOCK, dequantize_mxfp8, from_qwix, quantize_mxfp8, to_qwix
-from jax_warp_decode.formats.quantized import Format, QuantizedArray
+from jax_warp_decode.formats.block_fp8 import FP8_BLOCK128, FP8_CHANNEL, FP8_TENSOR
+from jax_warp_decode.formats.elements import pack_nibbles, unpack_nibbles
+from jax_warp_decode.formats.integer import INT4_GROUP32, INT8_CHANNEL
+from jax_warp_decode.formats.mx import MXFP8, MXFP8_E5M2, dequantize_mxfp8, quantize_mxfp8
+from jax_warp_decode.formats.packed_fp4 import MXFP4, NVFP4
+from jax_warp_decode.formats.quantized import Format, QuantizedArray, find_format
+from jax_warp_decode.formats.qwix_arrays import from_qwix, to_qwix
 
-__all__ = ["FORMATS", "Format", "QuantizedArray", "dequantize", "dequantize_mxfp8", "from_qwix", "quantize",
-           "quantize_mxfp8", "to_qwix"]
+__all__ = ["FORMATS", "Format", "QuantizedArray", "dequantize", "dequantize_mxfp8", "from_qwix", "pack_nibbles",
+           "quantize", "quantize_mxfp8", "to_qwix", "unpack_nibbles"]
 
 FORMATS = {f.name: f for f in (
-    Format("mxfp8", BLOCK, jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.uint8), quantize_mxfp8, dequantize_mxfp8),
-)}
+    MXFP8, MXFP8_E5M2, MXFP4, NVFP4, FP8_BLOCK128, FP8_CHANNEL, FP8_TENSOR, INT8_CHANNEL, INT4_GROUP32)}
 
 
 def quantize(x: jax.Array, format: str) -> QuantizedArray:
-    """Quantises an array along its last axis.
+    """Quantises an array along its last axis, its last two where blocks have rows.
 
     Args:
-      x: [..., N] float32, bfloat16 or float16; N a multiple of the format's block (32 for "mxfp8").
+      x: [..., N] float32, bfloat16 or float16; N a multiple of the format's `block` (32 for "mxfp8").
       format: a key of `FORMATS`.
 
     Raises:
@@ -27,16 +31,17 @@ def quantize(x: jax.Array, format: str) -> QuantizedArray:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jax_warp_decode.formats import dequantize, quantize
+      >>> from jax_warp_decode.formats import FORMATS, dequantize, quantize
       >>> w = quantize(jnp.arange(32.0), "mxfp8")
       >>> [float(v) for v in dequantize(w)[15:19]]
       [15.0, 16.0, 16.0, 18.0]
+      >>> " ".join(FORMATS)
+      'mxfp8 mxfp8_e5m2 mxfp4 nvfp4 fp8_block128 fp8_channel fp8_tensor int8_channel int4_group32'
     """
-    if format not in FORMATS:
-        raise ArgumentError(f"format: got {format!r}, expected one of {sorted(FORMATS)}")
+    spec = find_format(format)
     if isinstance(x, QuantizedArray):
         raise ArgumentError(f"x: got an array that is already {x.format}, expected a plain array; dequantise it first")
-    return FORMATS[format].quantize(x)
+    return spec.quantize(x)
 
 
 def dequantize(w: jax.Array | QuantizedArray, dtype=jnp.float32) -> jax.Array:
