@@ -1,17 +1,13 @@
 """Routing: which experts serve a token and with what weight. Everything is float32 at every batch size."""
 
 import dataclasses
-import functools
-import operator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jax_warp_decode.errors import ArgumentError
-
-_INT32_MIN = np.int32(-(2**31))
+from jax_warp_decode.routers import Router, choose_experts
 
 
 @jax.tree_util.register_dataclass
@@ -45,7 +41,7 @@ class Routing:
 
         Raises:
           ArgumentError: for ids that are not integers, weights that are not real numbers, shapes other than [T, K],
-            a T other than `tokens`, or K outside 1..`num_experts`.
+            a T other than `tokens`, or K = 0.
         """
         ids, weights = int32_ids(self.ids), float32_weights(self.weights)
         if ids.ndim != 2 or ids.shape[0] != tokens:
@@ -54,77 +50,90 @@ class Routing:
                 f"leading axes into T, or use jax.vmap")
         if weights.shape != ids.shape:
             raise ArgumentError(f"routing.weights: got shape {weights.shape}, expected {ids.shape} = [T, K] as in ids")
-        if not 1 <= ids.shape[1] <= num_experts:
-            raise ArgumentError(
-                f"routing.ids: got K = {ids.shape[1]} slots per token, expected 1 to E = {num_experts}, the number of "
-                f"experts")
+        if ids.shape[1] < 1:
+            raise ArgumentError("routing.ids: got K = 0 slots per token, expected at least 1")
         return Routing(ids, weights)
 
 
-def route(logits: jax.Array, k: int, *, renormalize: bool = True) -> Routing:
-    """Softmax router: softmax over all experts in float32, the k largest, optionally renormalised to sum to one.
-
-    This is the router of Qwen3-MoE (`norm_topk_prob` = `renormalize`) and, renormalised, of Mixtral
-    (arXiv:2401.04088). Renormalised weights equal a softmax over the chosen logits.
+def route(
+    logits: jax.Array,
+    router: int | Router,
+    *,
+    renormalize: bool | None = None,
+    bias: jax.Array | None = None,
+    correction_bias: jax.Array | None = None,
+    expert_scale: jax.Array | None = None,
+) -> Routing:
+    """Chooses K experts per token from router logits and weighs them, in float32 at every batch size.
 
     The ids of a token are distinct and in range for any input bits, best first, ties to the lower id; -0 and 0 tie, and
-    NaN ranks below everything. Weights are finite for finite logits; where all scores vanish (a row of -inf) they are
-    zero. A NaN or +inf logit gives NaN weights in its row, so that it stays visible.
+    NaN ranks below everything. Weights are finite for finite logits; where all chosen scores vanish (a row of -inf)
+    they are zero. With a softmax, a NaN or +inf logit gives NaN weights in its row, so that it stays visible; no row
+    influences another.
 
     Args:
-      logits: [T, E] floats; converted to float32.
-      k: experts per token, 1 to E.
-      renormalize: whether the chosen scores are divided by their sum.
+      logits: [T, E] floats, converted to float32.
+      router: `Router`, for example a row of `ROUTERS`; or K for the router of Qwen3-MoE: softmax over all experts, the
+        K largest, renormalised to sum to one.
+      renormalize: with an integer `router` only: False keeps the softmax values (`norm_topk_prob` of Qwen3-MoE).
+      bias: [E] added to the logits (gpt-oss).
+      correction_bias: [E] added to the scores for the choice alone, never part of a weight (DeepSeek-V3
+        `e_score_correction_bias`). Its gradient is zero.
+      expert_scale: [E] factor on the weights of each expert, after renormalisation (Gemma-4 `per_expert_scale`).
 
     Returns:
-      Routing with ids int32 [T, k] and weights float32 [T, k].
+      Routing with ids int32 [T, K] and weights float32 [T, K].
 
     Raises:
-      ArgumentError: for logits that are not a float array [T, E], or k out of range.
+      ArgumentError: logits or biases of the wrong type or shape, K above the number of eligible experts, groups that do
+        not divide E.
+
+    Source: Mixtral (arXiv:2401.04088), DeepSeek-V3 (arXiv:2412.19437, section 2.1.2), gpt-oss (arXiv:2508.10925).
 
     Example:
       >>> import jax.numpy as jnp
+      >>> from jax_warp_decode.routers import Router
       >>> from jax_warp_decode.routing import route
       >>> r = route(jnp.array([[2.0, 1.0, 0.0, -1.0]]), 2)
       >>> r.ids.tolist(), [round(w, 4) for w in r.weights[0].tolist()]
       ([[0, 1]], [0.7311, 0.2689])
+      >>> gpt_oss = Router(2, "topk_softmax")
+      >>> route(jnp.array([[2.0, 1.0, 0.0, -1.0]]), gpt_oss, bias=jnp.array([0.0, 0.0, 3.0, 0.0])).ids.tolist()
+      [[2, 0]]
     """
-    is_array = hasattr(logits, "dtype")
-    if not is_array or not jnp.issubdtype(logits.dtype, jnp.floating) or logits.ndim != 2 or logits.shape[1] == 0:
-        got = f"{logits.dtype} {logits.shape}" if is_array else type(logits).__name__
+    if not _is_floating(logits) or logits.ndim != 2 or logits.shape[1] == 0:
         raise ArgumentError(
-            f"logits: got {got}, expected a floating array [T, E] with E >= 1; use jax.vmap for more axes")
+            f"logits: got {_describe(logits)}, expected a floating array [T, E] with E >= 1; use jax.vmap for more "
+            f"axes")
     experts = logits.shape[1]
-    try:
-        k = operator.index(k)
-    except TypeError:
-        raise ArgumentError(f"k: got {k!r}, expected a static integer from 1 to E = {experts}") from None
-    if not 1 <= k <= experts:
-        raise ArgumentError(f"k: got {k}, expected 1 to E = {experts}, the number of experts in logits {logits.shape}")
-    return Routing(*_softmax_top_k(jnp.asarray(logits), k, bool(renormalize)))
+    router = as_router(router, renormalize)
+    router.check(experts)
+    arrays = dict(bias=bias, correction_bias=correction_bias, expert_scale=expert_scale)
+    for name, array in arrays.items():
+        if array is not None and (not _is_floating(array) or array.shape != (experts,)):
+            raise ArgumentError(
+                f"{name}: got {_describe(array)}, expected a floating array ({experts},) = [E] as in logits "
+                f"{logits.shape}")
+    return Routing(*choose_experts(router, jnp.asarray(logits), *arrays.values()))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _softmax_top_k(logits, k, renormalize):
-    z = logits.astype(jnp.float32)
-    ids = lax.top_k(_order_key(z), k)[1]
-    largest = lax.stop_gradient(jnp.max(z, axis=-1, keepdims=True))
-    exp = jnp.exp(z - jnp.where(jnp.isneginf(largest), np.float32(0), largest))
-    chosen = jnp.take_along_axis(exp, ids, axis=-1)
-    total = jnp.sum(chosen if renormalize else exp, axis=-1, keepdims=True)
-    # Scores that are all zero stay zero; NaN is not equal to zero and passes through.
-    return ids.astype(jnp.int32), chosen / jnp.where(total == 0, np.float32(1), total)
+def as_router(router: int | Router, renormalize: bool | None = None) -> Router:
+    """The `Router` that the arguments of `route` mean."""
+    if not isinstance(router, Router):
+        return Router(router, renormalize=renormalize is None or renormalize)
+    if renormalize is not None:
+        raise ArgumentError(
+            f"renormalize: got {renormalize} beside a Router, expected None; set it with "
+            f"dataclasses.replace(router, renormalize={renormalize})")
+    return router
 
 
-def _order_key(z: jax.Array) -> jax.Array:
-    """float32 -> int32 with the same order, except that -0 equals 0 and NaN is lowest.
+def _is_floating(a) -> bool:
+    return hasattr(a, "dtype") and jnp.issubdtype(a.dtype, jnp.floating)
 
-    Choosing on integers gives distinct ids for any bits on every backend. Choosing on logits instead of scores keeps
-    the order of experts whose scores underflow or round to the same float32.
-    """
-    bits = lax.bitcast_convert_type(z, jnp.int32)
-    key = jnp.where(bits < 0, _INT32_MIN - bits, bits)
-    return jnp.where(jnp.isnan(z), _INT32_MIN, key)
+
+def _describe(a) -> str:
+    return f"{a.dtype} {a.shape}" if hasattr(a, "dtype") else type(a).__name__
 
 
 def int32_ids(ids, name: str = "routing.ids") -> jax.Array:

@@ -1,4 +1,6 @@
-"""The router and the routing that users hand in, against the float64 oracle and the public cases."""
+"""The routers and the routing that users hand in, against the float64 oracle and the public cases."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_warp_decode.errors import ArgumentError
+from jax_warp_decode.routers import ROUTERS, SCORING, Router
 from jax_warp_decode.routing import Routing, route
 
 F32_MAX = float(np.finfo(np.float32).max)
@@ -125,8 +128,8 @@ def test_gradient_reaches_the_chosen_logit():
 
 
 @pytest.mark.parametrize("logits, k, message", [
-    (jnp.zeros((2, 4)), 5, r"^k: got 5, expected 1 to E = 4"),
-    (jnp.zeros((2, 4)), 0, r"^k: got 0, expected 1 to E = 4"),
+    (jnp.zeros((2, 4)), 5, r"^k: got 5, expected 1 to 4, that is E = 4"),
+    (jnp.zeros((2, 4)), 0, r"^k: got 0, expected at least 1"),
     (jnp.zeros((2, 4)), 1.5, r"^k: got 1.5, expected a static integer"),
     (jnp.zeros(4), 1, r"^logits: got float32 \(4,\), expected a floating array \[T, E\]"),
     (jnp.zeros((1, 2, 4)), 1, r"^logits: got float32 \(1, 2, 4\).*vmap"),
@@ -137,6 +140,244 @@ def test_gradient_reaches_the_chosen_logit():
 def test_bad_router_arguments_are_named(logits, k, message):
     with pytest.raises(ArgumentError, match=message):
         route(logits, k)
+
+
+# --------------------------------------------------------------------------------------------- routers of all families
+
+SCORES = {
+    "softmax": lambda z: oracle.route(z, z.shape[1])[1][:, np.argsort(np.argsort(-z, -1, "stable"), -1)[0]],
+    "sigmoid": oracle.sigmoid,
+    "sqrt_softplus": lambda z: np.sqrt(np.maximum(z, 0) + np.log1p(np.exp(-np.abs(z)))),
+    "topk_softmax": lambda z: z,
+}
+
+
+def best(values, n):
+    """Ids of the n largest of a row, ties to the lower id."""
+    return np.argsort(-values, kind="stable")[:n]
+
+
+def exact_route(logits, router, bias=None, correction_bias=None, expert_scale=None):
+    """The routers in float64, one token at a time."""
+    all_ids, all_weights = [], []
+    for z in np.asarray(logits, np.float64):
+        z = z + (0 if bias is None else np.asarray(bias, np.float64))
+        score = SCORES[router.scoring](z[None])[0]
+        choice = score + (0 if correction_bias is None else np.asarray(correction_bias, np.float64))
+        groups = choice.reshape(router.n_group, -1)
+        counted = {"top2": 2, "max": 1}[router.group_score]
+        kept = best(np.sort(groups, -1)[:, -counted:].sum(-1), router.topk_group)
+        eligible = np.isin(np.arange(router.n_group), kept).repeat(groups.shape[1])
+        ids = best(np.where(eligible, choice, -np.inf), router.k)
+        w = score[ids]
+        if router.scoring == "topk_softmax":
+            w = np.exp(w - w.max())
+        if router.scoring == "topk_softmax" or router.renormalize:
+            w = w / (w.sum() + 1e-20)
+        all_ids.append(ids)
+        scale = 1 if expert_scale is None else np.asarray(expert_scale, np.float64)[ids]
+        all_weights.append(w * router.scale * scale)
+    return np.array(all_ids), np.array(all_weights)
+
+
+def arrays_of(family, experts, seed=0):
+    """The arrays that a family's router has besides its weight."""
+    rng = np.random.default_rng(seed)
+    if family == "gpt-oss":
+        return dict(bias=rng.standard_normal(experts).astype(np.float32))
+    if family == "gemma4":
+        return dict(expert_scale=rng.uniform(0.5, 2, experts).astype(np.float32))
+    if ROUTERS[family].scoring in ("sigmoid", "sqrt_softplus") and family != "llama4":
+        return dict(correction_bias=rng.uniform(-1, 1, experts).astype(np.float32))
+    return {}
+
+
+def family_logits(seed):
+    """[8, 128]: half of the tokens with logits of order one, half with larger ones."""
+    spread = np.where(np.arange(8) % 2, 6, 1)[:, None]
+    return (np.random.default_rng(seed).standard_normal((8, 128)) * spread).astype(np.float32)
+
+
+@pytest.mark.parametrize("family", ROUTERS)
+def test_every_family_matches_float64(family):
+    logits, arrays = family_logits(0), arrays_of(family, 128)
+    got = route(jnp.asarray(logits), ROUTERS[family], **arrays)
+    ids, weights = exact_route(logits, ROUTERS[family], **arrays)
+    np.testing.assert_array_equal(got.ids, ids)
+    # As in assert_matches_oracle; a bias adds one rounding of a logit, which exp turns into a relative error.
+    bound = (2 * np.ptp(logits) + 128 + 16) * 2.0**-23
+    np.testing.assert_allclose(got.weights, weights, rtol=bound, atol=2.0**-120)
+
+
+def test_excluded_groups_are_out_of_reach():
+    """D06 (a): all biased scores are negative, so a mask of 0 would choose 4, 5, 6; the bias is in no weight."""
+    router = Router(3, "sigmoid", n_group=4, topk_group=2, scale=np.float64(2.5))
+    got = route(jnp.array([[3, 2, 1.2, 1, 0, 0, -1, -1]], jnp.float32), router, correction_bias=jnp.full(8, -2.0))
+    assert got.ids.tolist() == [[0, 1, 2]]
+    np.testing.assert_allclose(got.weights[0], [0.91527, 0.84630, 0.73843], atol=5e-6)
+
+
+def test_the_rule_of_group_scores():
+    """D06 (b): 0.6 + 0.6 beats 0.9 + 0.1 by the sum of the best two, and loses by the best one."""
+    scores = np.array([[0.9, 0.1, 0.6, 0.6]])
+    logits = jnp.asarray(np.log(scores / (1 - scores)), jnp.float32)
+    for rule, want in (("top2", 2), ("max", 0)):
+        router = Router(1, "sigmoid", n_group=2, topk_group=1, group_score=rule)
+        assert route(logits, router, correction_bias=jnp.zeros(4)).ids.tolist() == [[want]]
+        assert route(logits, router).ids.tolist() == [[want]]
+    ones = Router(2, "sigmoid", n_group=4, topk_group=2)  # groups of one expert have no second best
+    assert route(logits, ones).ids.tolist() == [[0, 2]]
+
+
+def test_one_group_is_no_limit():
+    logits = jnp.asarray(np.random.default_rng(5).standard_normal((6, 32)), jnp.float32)
+    bias = jnp.asarray(np.random.default_rng(6).standard_normal(32), jnp.float32)
+    want = route(logits, Router(4, "sigmoid"), correction_bias=bias)
+    got = route(logits, Router(4, "sigmoid", n_group=8, topk_group=8), correction_bias=bias)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("router, bias, ids, weights", [
+    (Router(2, "topk_softmax"), None, [0, 1], [0.73106, 0.26894]),
+    (Router(2, "topk_softmax", renormalize=False), None, [0, 1], [0.73106, 0.26894]),
+    (Router(2, "topk_softmax"), [0.0, 0, 3, 0], [2, 0], [0.73106, 0.26894]),
+    (Router(1, "topk_softmax"), None, [0], [1.0]),
+    (Router(2, "softmax", renormalize=False, scale=2.5), None, [0, 1], [2.5 * 0.64391, 2.5 * 0.23688]),
+    (Router(2, "softmax", scale=2.5), None, [0, 1], [2.5 * 0.73106, 2.5 * 0.26894]),
+    (Router(1, "sigmoid", renormalize=False), None, [0], [0.88080]),
+])
+def test_settings_of_the_public_cases(router, bias, ids, weights):
+    """D11 and D12: order of softmax and choice, router bias, and the scaling factor once, renormalised or not."""
+    bias = None if bias is None else jnp.array(bias)
+    got = route(jnp.array([[2.0, 1.0, 0.0, -1.0]]), router, bias=bias)
+    assert got.ids.tolist() == [ids]
+    np.testing.assert_allclose(got.weights[0], weights, atol=2e-5)
+
+
+@pytest.mark.parametrize("scoring", SCORING)
+def test_scores_that_vanish_give_zero_weights(scoring):
+    """General requirement 7. Scores of finite logits may all be zero in float32; the weights are then zero, not NaN."""
+    logits = jnp.array([[-3e38] * 6, [-300.0] * 6, [-80.0] * 6])
+    for renormalize in (True, False):
+        weights = np.asarray(route(logits, Router(2, scoring, renormalize)).weights)
+        assert np.isfinite(weights).all()
+        if scoring in ("sigmoid", "sqrt_softplus"):
+            assert not weights[:2].any()
+
+
+def test_sqrt_softplus_far_below_zero():
+    """Its score there is exp(z / 2), long after exp(z) has gone to zero in float32."""
+    got = route(jnp.array([[-150.0, -140.0, -160.0]]), Router(2, "sqrt_softplus", renormalize=False))
+    assert got.ids.tolist() == [[1, 0]]
+    np.testing.assert_allclose(got.weights[0], np.exp([-70.0, -75.0]), rtol=1e-5)
+
+
+SPECIAL = [0x7F800000, 0xFF800000, 0x7FC00000, 0xFFFFFFFF, 1 << 31, 0x7F7FFFFF, 0xFF7FFFFF, 0]
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.integers(0, 2**32 - 1) | st.sampled_from(SPECIAL), min_size=16, max_size=16))
+def test_every_router_is_safe_for_any_bits(words):
+    """Distinct ids in range for any logits and biases; finite logits never give NaN; groups stay closed."""
+    row = np.array(words, np.uint32).view(np.float32)
+    logits, bias = jnp.asarray(row[None, :8]), jnp.asarray(row[8:])
+    groups = dict(n_group=4, topk_group=2)
+    for scoring in SCORING:
+        for limits, arrays in ((dict(), dict(correction_bias=bias)), (dict(), dict(bias=bias)),
+                               (groups, dict(correction_bias=bias)), (dict(group_score="max", **groups), dict())):
+            got = route(logits, Router(3, scoring, **limits), **arrays)
+            ids = np.asarray(got.ids[0])
+            assert len(set(ids)) == 3 and (ids >= 0).all() and (ids < 8).all()
+            assert len(set(ids // 2)) <= 2 or not limits
+            if np.isfinite(row[:8]).all() and "bias" not in arrays:
+                assert np.isfinite(np.asarray(got.weights)).all(), (scoring, limits, arrays)
+
+
+@pytest.mark.parametrize("family", ROUTERS)
+def test_bad_rows_stay_alone_in_every_family(family):
+    logits, arrays = family_logits(7), arrays_of(family, 128)
+    want = route(jnp.asarray(logits), ROUTERS[family], **arrays)
+    logits[1], logits[2], logits[4, ::3] = np.nan, -np.inf, np.inf
+    got = route(jnp.asarray(logits), ROUTERS[family], **arrays)
+    for row in (0, 3, 5, 6, 7):
+        np.testing.assert_array_equal(got.ids[row], want.ids[row])
+        np.testing.assert_array_equal(got.weights[row], want.weights[row])
+    assert not np.asarray(got.weights[2]).any()
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "deepseek-v3"])
+def test_families_under_jit_vmap_scan_and_x64(family):
+    """Any float dtype of the arrays, and no tokens at all, included."""
+    router, arrays = ROUTERS[family], arrays_of(family, 64)
+    logits = np.random.default_rng(8).standard_normal((2, 3, 64)).astype(np.float32)
+    rows = route(jnp.asarray(logits.reshape(6, 64)), router, **arrays)
+    want = jax.tree.map(lambda a: a.reshape(2, 3, router.k), rows)
+
+    def same(got):
+        np.testing.assert_array_equal(got.ids, want.ids)
+        np.testing.assert_allclose(got.weights, want.weights, rtol=2.0**-21)
+        assert (got.ids.dtype, got.weights.dtype) == (jnp.int32, jnp.float32)
+
+    one = lambda z, arrays=arrays: route(z, router, **arrays)
+    same(jax.jit(jax.vmap(one))(logits))
+    same(jax.lax.scan(lambda carry, z: (carry, one(z)), 0, jnp.asarray(logits))[1])
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), arrays)
+        same(jax.vmap(lambda z: one(z, wide))(jnp.asarray(logits, jnp.float64)))
+    assert one(jnp.zeros((0, 64))).weights.shape == (0, router.k)
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v3", "deepseek-v4", "gemma4"])
+def test_gradients_of_every_kind(family):
+    """Against central differences in float64; the correction bias decides the choice alone, so its gradient is zero."""
+    router, arrays = ROUTERS[family], arrays_of(family, 32)
+    router = dataclasses.replace(router, k=min(router.k, 4))
+    rng = np.random.default_rng(9)
+    logits, c = rng.standard_normal((2, 32)).astype(np.float32), rng.standard_normal((2, router.k))
+    loss = lambda z, a: (route(z, router, **a).weights * jnp.asarray(c, jnp.float32)).sum()
+    of_logits, of_arrays = jax.grad(loss, (0, 1))(jnp.asarray(logits), jax.tree.map(jnp.asarray, arrays))
+    step = 1e-5
+    for direction in rng.standard_normal((3, 2, 32)):
+        change = [(exact_route(logits + s * step * direction, router, **arrays)[1] * c).sum() for s in (1, -1)]
+        np.testing.assert_allclose((of_logits * direction).sum(), np.subtract(*change) / (2 * step), atol=2e-4)
+    if "correction_bias" in arrays:
+        assert not np.asarray(of_arrays["correction_bias"]).any()
+    for name in set(arrays) - {"correction_bias"}:
+        assert np.asarray(of_arrays[name]).any()
+
+
+def test_gradients_are_finite_at_the_ends():
+    logits = jnp.array([[-jnp.inf] * 4, [-jnp.inf, 0.0, -300.0, 1e30], [-200.0, -100.0, -50.0, 90.0]])
+    for scoring in ("sigmoid", "sqrt_softplus"):
+        grad = jax.grad(lambda z, s=scoring: route(z, Router(2, s)).weights.sum())(logits)
+        assert np.isfinite(grad).all(), scoring
+
+
+def test_a_router_is_a_static_argument():
+    assert hash(Router(np.int64(2), scale=np.float64(2.5))) == hash(Router(2, scale=2.5))
+    got = jax.jit(route, static_argnums=1)(jnp.array([[0.0, 1.0]]), Router(1))
+    assert got.ids.tolist() == [[1]]
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda: Router(0), r"^k: got 0, expected at least 1"),
+    (lambda: Router(1.5), r"^k: got 1.5, expected a static integer"),
+    (lambda: Router(1, "cosine"), r"^scoring: got 'cosine', expected one of \['softmax'"),
+    (lambda: Router(1, n_group=2, topk_group=3), r"^topk_group: got 3, expected at most n_group = 2"),
+    (lambda: Router(1, n_group=0), r"^n_group: got 0"),
+    (lambda: Router(1, group_score="sum"), r"^group_score: got 'sum', expected one of \['top2', 'max'\]"),
+    (lambda: Router(1, scale=float("nan")), r"^scale: got nan, expected a finite number"),
+    (lambda: Router(1, scale=[2.5]), r"^scale: got list, expected a static number"),
+    (lambda: route(jnp.zeros((1, 8)), Router(5, n_group=4, topk_group=2)), r"^k: got 5, expected 1 to 4.*topk_group"),
+    (lambda: route(jnp.zeros((1, 8)), Router(2, n_group=3, topk_group=2)), r"^n_group: got 3, expected a divisor.* 8"),
+    (lambda: route(jnp.zeros((1, 8)), Router(2), renormalize=False), r"^renormalize: got False beside a Router"),
+    (lambda: route(jnp.zeros((1, 8)), 2, bias=jnp.zeros(7)), r"^bias: got float32 \(7,\), expected .*\(8,\) = \[E\]"),
+    (lambda: route(jnp.zeros((1, 8)), 2, correction_bias=[0.0] * 8), r"^correction_bias: got list"),
+    (lambda: route(jnp.zeros((1, 8)), 2, expert_scale=jnp.zeros(8, int)), r"^expert_scale: got int32"),
+])
+def test_bad_settings_are_named(make, message):
+    with pytest.raises(ArgumentError, match=message):
+        jax.eval_shape(make)  # at trace time
 
 
 # ------------------------------------------------------------------------------------------- routing from the user

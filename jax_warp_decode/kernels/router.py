@@ -1,0 +1,279 @@
+"""moe_router: ids, weights = top-k of softmax(w_router @ x[t]), optionally renormalised, in one launch.
+
+Ownership: a cluster of CTAs serves one token, a warp owns `rows` experts from the first byte to the stored weight. It
+streams their rows against the token's activation, reduces with a butterfly, and sends the logits to every CTA of the
+cluster (distributed shared memory). Then it looks up the rank of its own experts: how many of the E logits come first,
+the lower id among equal ones. An expert with a rank below K is chosen, and its rank is its slot. Nothing is sorted, and
+no step is serial in K. A second exchange, of the chosen scores, gives the sum to divide by.
+
+Every row is summed in the same order, so equal rows tie exactly.
+
+Grid: (token), cluster: (part of the experts), warpgroups side by side.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_warp_decode import compat
+from jax_warp_decode.errors import ArgumentError, UnsupportedError
+from jax_warp_decode.gradients import without_gradient
+from jax_warp_decode.kernels import tile
+from jax_warp_decode.kernels.cluster_exchange import ClusterExchange, InterpretedExchange
+from jax_warp_decode.kernels.tile import LANES, LOAD_BYTES, WARPS, RowTile
+from jax_warp_decode.routers import Router, order_key
+
+MAX_EXPERTS, MAX_K = 512, 32
+CLUSTERS = (1, 2, 4, 8, 16)  # CTAs; CUDA promises 8 on every GPU that has clusters, Hopper and Blackwell have 16
+MAX_WARPGROUPS = 8  # 1024 threads
+MAX_ROWS = 4  # experts per warp; it compares each with all E logits in registers
+X_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+W_DTYPES = (*X_DTYPES, jnp.dtype(jnp.float32))
+WAY_OUT = "call route_tokens, which takes another path, or route on logits of your own"
+_INT32_MIN, _INT32_MAX = np.int32(-(2**31)), np.int32(2**31 - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterConfig:
+    """How `moe_router` spreads a token's experts.
+
+    Attributes:
+      cluster: CTAs per token: 1, 2, 4, 8 or 16.
+      warpgroups: warpgroups per CTA; a warp owns E / (4 * cluster * warpgroups) experts, a whole number.
+      unroll: steps along a row whose loads are issued before any arithmetic.
+    """
+
+    cluster: int
+    warpgroups: int
+    unroll: int
+
+    @classmethod
+    def heuristic(cls, E: int, H: int, itemsize: int) -> "RouterConfig":
+        """The most CTAs that leave a warp at most two experts, then the most warpgroups up to five."""
+        pairs = [(c, g) for c in CLUSTERS for g in range(1, 6) if E % (WARPS * c * g) == 0]
+        cluster, warpgroups = min(pairs, key=lambda pair: (E > 2 * WARPS * math.prod(pair), -pair[0], -pair[1]))
+        rows = E // (WARPS * cluster * warpgroups)
+        return cls(cluster, warpgroups, unroll=min(RowTile(H, itemsize, LANES, rows).steps, max(1, 8 // rows)))
+
+    def rows(self, E: int) -> int:
+        """Experts per warp, or 0 if the experts cannot be spread evenly."""
+        per_round = WARPS * self.cluster * self.warpgroups
+        return 0 if E % per_round else E // per_round
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ranking:
+    """Layouts of a warp that looks at all E logits at once: lane l holds logits l * per_lane ... of every row."""
+
+    experts: int
+    rows: int
+
+    @property
+    def per_lane(self) -> int:
+        return max(2, 1 << (math.ceil(self.experts / LANES) - 1).bit_length())
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of all logits; those from E on do not exist."""
+        return LANES, self.per_lane
+
+    @property
+    def layout(self):
+        """(rows of the warpgroup, lanes, per_lane)"""
+        tile = (WARPS, LANES, min(self.per_lane, LOAD_BYTES // 4))
+        return plgpu.Layout.TILED(plgpu.Tiling((tile,)), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+
+    @property
+    def all_layout(self):
+        return self.layout.reduce(0)
+
+    @property
+    def own_layout(self):
+        return self.layout.reduce(2).reduce(1)
+
+    def over_all(self, own: jax.Array) -> jax.Array:
+        return plgpu.layout_cast(lax.broadcast_in_dim(own, (own.shape[0], *self.shape), (0,)), self.layout)
+
+    def over_own(self, everything: jax.Array) -> jax.Array:
+        shape = (WARPS * self.rows, *self.shape)
+        return plgpu.layout_cast(lax.broadcast_in_dim(everything, shape, (1, 2)), self.layout)
+
+
+def _to_float(key: jax.Array) -> jax.Array:
+    """The float32 of an order key; INT32_MAX is NaN."""
+    return lax.bitcast_convert_type(jnp.where(key < 0, _INT32_MIN - key, key), jnp.float32)
+
+
+@functools.cache
+def _build(T: int, E: int, H: int, K: int, itemsize: int, renormalize: bool, config: RouterConfig, interpret):
+    """One jitted kernel per static configuration, so that equal layers share one trace and one compiled kernel."""
+    rows = RowTile(H, itemsize, LANES, config.rows(E))
+    ranking = _Ranking(E, config.rows(E))
+    zero, one = np.float32(0), np.float32(1)
+
+    def body(x_ref, w_ref, ids_ref, weights_ref, logits_ref, scores_ref, barriers_ref):
+        token = lax.axis_index("token")
+        row_tile = lax.axis_index("part") * config.warpgroups + lax.axis_index("warpgroup")
+        ids_ref, weights_ref = ids_ref.at[token], weights_ref.at[token]
+        if interpret:
+            exchange = InterpretedExchange(barriers_ref)
+            logits_ref, scores_ref = logits_ref.at[token], scores_ref.at[token]
+        else:
+            exchange = ClusterExchange(config.cluster, ranking.own_layout, barriers_ref)
+        exchange.start((E, K if renormalize else 0))
+
+        def group(steps, acc):
+            loaded = [(step, rows.load((w_ref,), jnp.int32(0), row_tile, step), rows.load_vector(x_ref, (token,), step))
+                      for step in steps]
+            for step, raw, vector in loaded:
+                acc = acc + rows.dot(raw, rows.widen(vector), step)
+            return acc
+
+        acc = tile.unrolled_loop(rows.steps, config.unroll, True, group, rows.zeros())
+        own = rows.reduce(acc)
+        expert = plgpu.broadcasted_iota(jnp.int32, own.shape, 0, layout=ranking.own_layout) + row_tile * own.shape[0]
+        exchange.share(0, logits_ref, expert, own, E)
+
+        everything = exchange.load(logits_ref, ranking.shape, ranking.all_layout)
+        other = (plgpu.broadcasted_iota(jnp.int32, ranking.shape, 0, layout=ranking.all_layout) * ranking.per_lane
+                 + plgpu.broadcasted_iota(jnp.int32, ranking.shape, 1, layout=ranking.all_layout))
+        key = jnp.where(other < E, order_key(everything), _INT32_MIN)
+        # Ahead is a larger key, or an equal one with a lower id.
+        least = ranking.over_all(order_key(own)) - jnp.where(
+            ranking.over_own(other) < ranking.over_all(expert), np.int32(1), np.int32(0))
+        ahead = jnp.where(ranking.over_own(key) > least, np.int32(1), np.int32(0))
+        rank = jnp.sum(jnp.sum(ahead, axis=2), axis=1)
+        exchange.store(ids_ref, rank, expert, K)
+
+        # NaN counts as the largest here, so that it reaches every weight of its token.
+        top_key = jnp.where(key == _INT32_MIN + np.int32(1), _INT32_MAX, key)
+        top = _to_float(jnp.max(jnp.max(ranking.over_own(top_key), axis=2), axis=1))
+        top = jnp.where(top == np.float32(-np.inf), zero, top)
+        score = jnp.exp(own - top)
+        if renormalize:
+            exchange.share(1, scores_ref, rank, score, K)
+            total = functools.reduce(lambda total, k: total + scores_ref[k], range(1, K), scores_ref[0])
+        else:
+            scores = jnp.exp(ranking.over_own(everything) - ranking.over_all(top))
+            scores = jnp.where(ranking.over_own(other) < E, scores, zero)
+            total = jnp.sum(jnp.sum(scores, axis=2), axis=1)
+        exchange.store(weights_ref, rank, score / jnp.where(total == 0, one, total), K)
+
+    out = [jax.ShapeDtypeStruct((T, K), jnp.int32), jax.ShapeDtypeStruct((T, K), jnp.float32)]
+    shared = (math.prod(ranking.shape), K)  # floats: logits, scores
+    if interpret:
+        out += [jax.ShapeDtypeStruct((T, n), jnp.float32) for n in shared]
+        scratch = [plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=config.warpgroups)]
+    else:
+        scratch = [*(plgpu.SMEM((n,), jnp.float32) for n in shared), plgpu.SMEM((4,), jnp.int32)]
+    return without_gradient(jax.jit(plgpu.kernel(
+        body,
+        out_type=tuple(out),
+        scratch_types=tuple(scratch),
+        grid=(T,),
+        grid_names=("token",),
+        cluster=(config.cluster,),
+        cluster_names=("part",),
+        num_threads=config.warpgroups,
+        thread_name="warpgroup",
+        kernel_name="moe_router",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )), "moe_router: has no gradient; differentiate route on logits of your own")
+
+
+def moe_router(
+    x: jax.Array,
+    w_router: jax.Array,
+    k: int,
+    *,
+    renormalize: bool = True,
+    config: RouterConfig | None = None,
+    interpret: bool | plgpu.InterpretGPUParams = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Softmax router of few tokens in one launch: logits, softmax, the K largest and their weights, all in float32.
+
+    Same choices as `routing.route` on the logits of this kernel: distinct ids in range for any input bits, best first,
+    ties to the lower id (equal rows of w_router tie exactly), NaN below everything; weights as there. Logits of another
+    program may differ in the last bits, as it adds in another order.
+
+    Args:
+      x: [T, H] bfloat16 or float16.
+      w_router: [E, H] bfloat16, float16 or float32.
+      k: experts per token, 1 to 32, at most E.
+      renormalize: whether the K chosen scores are divided by their sum.
+      config: `RouterConfig`; None takes `RouterConfig.heuristic`, or one warpgroup when interpreted.
+      interpret: True (or `InterpretGPUParams`) runs the kernel on the CPU, for tests. The exchange between CTAs then
+        goes through global memory and a cluster barrier; everything else is the source that runs on a GPU.
+
+    Returns:
+      ids int32 [T, k] and weights float32 [T, k].
+
+    Raises:
+      ArgumentError: wrong rank, shape or dtype, k out of range, or a config that does not fit.
+      UnsupportedError: E or H that the kernel cannot spread over a cluster. It takes E in multiples of 4 up to 512 that
+        divide evenly enough, and H in multiples of 32 from one step of a warp (256, or 128 with float32 weights).
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_warp_decode.kernels.router import moe_router
+      >>> w = jnp.zeros((4, 256), jnp.bfloat16).at[:, 0].set(jnp.array([1, 3, 2, 3], jnp.bfloat16))
+      >>> ids, weights = moe_router(jnp.ones((1, 256), jnp.bfloat16), w, 2, interpret=True)
+      >>> ids.tolist(), weights.tolist()
+      ([[1, 3]], [[0.5, 0.5]])
+    """
+    T, E, H, k = _check(x, w_router, k)
+    itemsize = jnp.dtype(w_router.dtype).itemsize
+    if T == 0:
+        return jnp.zeros((0, k), jnp.int32), jnp.zeros((0, k), jnp.float32)
+    if refused := refusal(E, H, itemsize):
+        raise UnsupportedError(f"w_router: {refused}; {WAY_OUT}")
+    if config is None:  # the interpreter runs every warpgroup in a thread, and stands still if the CPU has too few
+        config = RouterConfig(1, 1, unroll=1) if interpret else RouterConfig.heuristic(E, H, itemsize)
+    if not isinstance(config, RouterConfig):
+        raise ArgumentError(f"config: got {type(config).__name__}, expected RouterConfig or None")
+    fits = config.cluster in CLUSTERS and 1 <= config.warpgroups <= MAX_WARPGROUPS and config.unroll >= 1
+    if not fits or not 1 <= config.rows(E) <= (E if interpret else MAX_ROWS):
+        raise ArgumentError(
+            f"config: got {config}, expected cluster in {CLUSTERS}, warpgroups 1 to {MAX_WARPGROUPS}, unroll from "
+            f"1, and E / (4 * cluster * warpgroups) a whole number up to {MAX_ROWS} for E = {E}")
+    kernel = _build(T, E, H, k, itemsize, bool(renormalize), config, compat.interpret_params(interpret))
+    rows = RowTile(H, itemsize, LANES, config.rows(E))
+    ids, weights, *_ = kernel(rows.vector_operand(x), *rows.weight_operands(w_router[None]))
+    return ids, weights
+
+
+def refusal(E: int, H: int, itemsize: int) -> str:
+    """Why the kernel cannot take a router weight [E, H], or an empty string."""
+    least = LANES * LOAD_BYTES // itemsize
+    if E % WARPS or E > MAX_EXPERTS:
+        return f"got E = {E}, expected a multiple of {WARPS} up to {MAX_EXPERTS}"
+    if H % LANES or H < least:
+        return f"got H = {H}, expected a multiple of {LANES} of at least {least}"
+    if RouterConfig.heuristic(E, H, itemsize).rows(E) > MAX_ROWS:
+        return f"got E = {E}, which does not spread evenly over a cluster, expected a multiple of 8, better of 64"
+    return ""
+
+
+def _check(x, w_router, k) -> tuple[int, int, int, int]:
+    for name, a, axes, dtypes in (("x", x, "[T, H]", X_DTYPES), ("w_router", w_router, "[E, H]", W_DTYPES)):
+        if not hasattr(a, "dtype") or not hasattr(a, "ndim"):
+            raise ArgumentError(f"{name}: got {type(a).__name__}, expected an array {axes}")
+        if a.ndim != 2:
+            raise ArgumentError(f"{name}: got shape {a.shape}, expected {axes}")
+        if jnp.dtype(a.dtype) not in dtypes:
+            raise ArgumentError(f"{name}: got dtype {a.dtype}, expected {' or '.join(map(str, dtypes))}; {WAY_OUT}")
+    (T, H), (E, _) = x.shape, w_router.shape
+    if w_router.shape[1] != H:
+        raise ArgumentError(
+            f"w_router: got shape {w_router.shape}, expected ({E}, {H}) = [E, H] with H from x {x.shape}")
+    k = Router(k).k
+    if k > min(E, MAX_K):
+        raise ArgumentError(f"k: got {k}, expected at most {min(E, MAX_K)} (E = {E}, and {MAX_K} in this kernel)")
+    return T, E, H, k

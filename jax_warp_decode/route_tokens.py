@@ -1,0 +1,96 @@
+"""The router of a layer, from tokens to routing: one launch for few tokens on a GPU, XLA otherwise."""
+
+import jax
+import jax.numpy as jnp
+
+from jax_warp_decode.choose import no_gpu_reason
+from jax_warp_decode.errors import ArgumentError, UnsupportedError
+from jax_warp_decode.kernels import router as kernel
+from jax_warp_decode.routers import Router
+from jax_warp_decode.routing import Routing, as_router, route
+
+STRATEGIES = ("auto", "one_launch", "xla")
+
+# Most tokens that "auto" gives to the kernel. Every token reads the whole router weight, from the L2 cache after the
+# first, so a matrix product wins for many.
+MAX_TOKENS = 8
+
+
+def route_tokens(
+    x: jax.Array,
+    w_router: jax.Array,
+    router: int | Router,
+    *,
+    renormalize: bool | None = None,
+    bias: jax.Array | None = None,
+    correction_bias: jax.Array | None = None,
+    expert_scale: jax.Array | None = None,
+    strategy: str = "auto",
+    interpret: bool = False,
+) -> Routing:
+    """Routing of tokens x [T, H] by a router weight [E, H]: logits x @ w_router.T and `route`, all in float32.
+
+    Args:
+      x: [T, H] floats.
+      w_router: [E, H] floats.
+      router, renormalize, bias, correction_bias, expert_scale: as in `route`.
+      strategy: "one_launch" is the kernel `moe_router`, for softmax routers without a bias, groups or scales, and has
+        no gradient; "xla" takes any router, size and device; "auto" takes the kernel where it can run, for up to 8
+        tokens. A strategy asked for by name runs or raises.
+      interpret: run the kernel on the CPU, for tests; "auto" then chooses as on a GPU.
+
+    Returns:
+      Routing with ids int32 [T, K] and weights float32 [T, K]. The strategies add in different orders, so logits that
+      are equal up to rounding may be chosen differently.
+
+    Raises:
+      ArgumentError: as `route`, and for x or w_router of the wrong rank, dtype or H.
+      UnsupportedError: "one_launch" cannot run; the message says why.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_warp_decode.route_tokens import route_tokens
+      >>> w = jnp.zeros((4, 256), jnp.bfloat16).at[:, 0].set(jnp.array([1, 3, 2, 3], jnp.bfloat16))
+      >>> route_tokens(jnp.ones((1, 256), jnp.bfloat16), w, 2).ids.tolist()
+      [[1, 3]]
+    """
+    if strategy not in STRATEGIES:
+        raise ArgumentError(f"strategy: got {strategy!r}, expected one of {list(STRATEGIES)}")
+    for name, a, axes in (("x", x, "[T, H]"), ("w_router", w_router, "[E, H]")):
+        if not hasattr(a, "dtype") or a.ndim != 2 or not jnp.issubdtype(a.dtype, jnp.floating):
+            got = f"{a.dtype} {a.shape}" if hasattr(a, "dtype") else type(a).__name__
+            raise ArgumentError(f"{name}: got {got}, expected a floating array {axes}; use jax.vmap for more axes")
+    if x.shape[1] != w_router.shape[1]:
+        raise ArgumentError(f"w_router: got shape {w_router.shape}, expected [E, {x.shape[1]}] to match x {x.shape}")
+    router = as_router(router, renormalize)
+    arrays = dict(bias=bias, correction_bias=correction_bias, expert_scale=expert_scale)
+    if strategy != "xla":
+        refused = ("" if interpret else no_gpu_reason()) or _refusal(x, w_router, router, arrays)
+        if strategy == "one_launch" and refused:
+            raise UnsupportedError(f"strategy: 'one_launch' cannot run: {refused}; strategy='auto' or 'xla' can")
+        if not refused and (strategy == "one_launch" or x.shape[0] <= MAX_TOKENS):
+            router.check(w_router.shape[0])
+            renormalized = router.renormalize or router.scoring == "topk_softmax"
+            with jax.named_scope("router"):
+                return Routing(*kernel.moe_router(
+                    x, w_router, router.k, renormalize=renormalized, interpret=interpret))
+    with jax.named_scope("router"):
+        logits = jnp.einsum("th,eh->te", x.astype(jnp.float32), w_router.astype(jnp.float32),
+                            precision=jax.lax.Precision.HIGHEST)
+        return route(logits, router, **arrays)
+
+
+def _refusal(x, w_router, router: Router, arrays: dict) -> str:
+    """Why the kernel cannot take this router or these operands, or an empty string."""
+    given = [name for name, array in arrays.items() if array is not None]
+    reasons = [
+        (router.scoring not in ("softmax", "topk_softmax"), f"its scores are a softmax, not {router.scoring!r}"),
+        (given, f"it takes no {' or '.join(given)}"),
+        (router.limited, "it knows no groups of experts"),
+        (router.scale != 1, "it does not scale weights"),
+        (router.k > kernel.MAX_K, f"K = {router.k} is more than {kernel.MAX_K}"),
+        (jnp.dtype(x.dtype) not in kernel.X_DTYPES, f"x is {x.dtype}, not bfloat16 or float16"),
+        (jnp.dtype(w_router.dtype) not in kernel.W_DTYPES, f"w_router is {w_router.dtype}"),
+    ]
+    refused = next((reason for holds, reason in reasons if holds), "")
+    return refused or kernel.refusal(*w_router.shape, jnp.dtype(w_router.dtype).itemsize)
