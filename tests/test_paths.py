@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_warp_decode import ArgumentError, ExpertWeights, QuantizedArray, Routing, UnsupportedError, moe
-from jax_warp_decode.paths import grouped_gemm
+from jax_warp_decode.paths import grouped_kernels
 
 SMALL = dict(tokens=5, experts=6, hidden=64, intermediate=96, k=3)
 PATHS = {
@@ -345,7 +345,7 @@ def test_cuda_kernel_interpreted(sizes, n, k):
         want[b, group] = rows[b, group].astype(np.float64) @ w[e].astype(np.float64).T
     covered = ~np.isnan(want[..., 0])
     rows[~covered] = np.nan
-    kernel = grouped_gemm.kernel(grouped_gemm.choose_config(m, n, len(w)))
+    kernel = grouped_kernels.kernel(grouped_kernels.choose_config(m, n, len(w)))
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         out = jax.vmap(kernel, in_axes=(0, None, 0))(jnp.asarray(rows), jnp.asarray(w), jnp.asarray(sizes))
     np.testing.assert_allclose(np.asarray(out)[covered], want[covered], rtol=2**-8, atol=1e-4)

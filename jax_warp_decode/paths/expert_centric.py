@@ -10,16 +10,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_warp_decode import varying
 from jax_warp_decode.activations import Activation
 from jax_warp_decode.errors import UnsupportedError
 from jax_warp_decode.experts import ExpertWeights
-from jax_warp_decode.formats import FORMATS, dequantize
-from jax_warp_decode.gradients import without_gradient
+from jax_warp_decode.formats import FORMATS, QuantizedArray, dequantize
+from jax_warp_decode.gradients import reverse_only, widen, without_gradient
 from jax_warp_decode.paths.grouped_gemm import grouped_gemm
 from jax_warp_decode.routing import Routing
 
 # For indices that come from a sort: without it, XLA adds kernels that wrap and clamp them.
 IN_BOUNDS = dict(mode="promise_in_bounds", wrap_negative_indices=False)
+REVERSE_ONLY = ("strategy: 'expert_centric' has gradients in reverse mode only (grad, vjp, of any order); use "
+                "strategy='reference' for jvp, jacfwd, linearize and hessian")
 
 
 @jax.tree_util.register_dataclass
@@ -38,9 +41,11 @@ class Alignment:
     group_sizes: jax.Array
 
 
-def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: Activation,
+def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: Activation, out_dtype=None,
         activation_format: str | None = None) -> jax.Array:
-    """The routed experts of one layer: x [T, H] -> y [T, H] in x.dtype. See `moe` for the arguments.
+    """The routed experts of one layer: x [T, H] -> y [T, H] in out_dtype, None for that of x.
+
+    See `moe` for the arguments.
 
     With bfloat16 x (and weights that are not float16), products take bfloat16 operands and accumulate in float32. On a
     GPU the result of each projection and the intermediate are rounded to bfloat16, elsewhere only the intermediate.
@@ -51,12 +56,16 @@ def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: A
     does (OCP MX v1.0). E4M3 times a power of two is exact in bfloat16, so this has the numerics of an MXFP8 x MXFP8
     product with float32 accumulation. It has no gradient.
 
+    Differentiable in reverse mode, any number of times, with respect to x, routing weights and dense expert weights.
+    On a GPU the products of the backward pass are bfloat16 with float32 accumulation too. Every sum runs in a fixed
+    order, so that gradients are reproducible, and what is not routed has a gradient of exactly zero.
+
     Temporaries: gathered rows [T * K, H] and intermediates [T * K, I]. Quantised weights are widened before
     each product, all E experts at once.
 
     Raises:
-      UnsupportedError: sizes the grouped GEMM cannot take on a GPU, or H or I that is no multiple of 32 with MXFP8
-        activations.
+      UnsupportedError: sizes the grouped GEMM cannot take on a GPU, H or I that is no multiple of 32 with MXFP8
+        activations, forward-mode differentiation, or a gradient asked of quantised weights.
 
     Example:
       >>> import jax.numpy as jnp
@@ -69,9 +78,12 @@ def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: A
       [[1.5]]
     """
     if x.shape[0] == 0:
-        return jnp.zeros_like(x)
+        return jnp.zeros_like(x, out_dtype)
     if activation_format:
         _check_blocks(activation_format, experts)
+    operands = x, routing, experts
+    # A custom_vjp must return gradients that vary as its arguments do: let all vary alike; JAX sums what was equal.
+    x, routing, experts = _reverse_only(*varying.like(operands, operands))
     alignment = align(routing.ids, experts.num_experts)
     rows = gather(x, alignment)
     if activation_format:
@@ -82,7 +94,7 @@ def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: A
     if activation_format:
         h = quantise(h, activation_format)
     out = down(h, experts, alignment, dtype)
-    return combine(out, alignment, routing, experts.num_experts).astype(x.dtype)
+    return combine(out, alignment, routing, experts.num_experts).astype(out_dtype or x.dtype)
 
 
 def operand_dtype(x_dtype, weight_format: str):
@@ -102,11 +114,23 @@ def align(ids: jax.Array, num_experts: int) -> Alignment:
     return Alignment(order, position, jnp.sum(is_mine, axis=0, dtype=jnp.int32))
 
 
-@jax.named_scope("gather")
+@jax.custom_vjp
 def gather(x: jax.Array, alignment: Alignment) -> jax.Array:
     """Copies x [T, H] into one row per slot, [T * K, H], in the order of the experts."""
-    K = alignment.position.shape[1]
-    return x.at[alignment.order // jnp.int32(K)].get(**IN_BOUNDS)
+    with jax.named_scope("gather"):
+        return x.at[_token(alignment)].get(**IN_BOUNDS)
+
+
+def _gather_backward(alignment, cotangent):
+    # JAX would scatter and add, in the dtype of x and on a GPU in any order. The products leave zeros in rows of slots
+    # that are not routed.
+    dx = jnp.zeros((alignment.position.shape[0], cotangent.shape[1]), jnp.float32)
+    for k in range(alignment.position.shape[1]):
+        dx += _slot(cotangent, alignment, k).astype(jnp.float32)
+    return dx.astype(cotangent.dtype), None
+
+
+gather.defvjp(lambda x, alignment: (gather(x, alignment), alignment), _gather_backward)
 
 
 @jax.named_scope("quantise")
@@ -120,14 +144,15 @@ def quantise(rows: jax.Array, format: str) -> jax.Array:
 
 
 @jax.named_scope("gate_up")
-def gate_up(rows: jax.Array, experts: ExpertWeights, alignment: Alignment, dtype) -> tuple[jax.Array, jax.Array]:
-    """Both projections of rows [M, H] in `dtype`; two float32 [M, I]."""
-    return tuple(_project(rows, w, alignment.group_sizes, dtype) for w in (experts.w_gate, experts.w_up))
+def gate_up(rows: jax.Array, experts: ExpertWeights, alignment: Alignment, dtype):
+    """Both projections of rows [M, H] in `dtype`; two float32 [M, I], the first None for experts without a gate."""
+    return tuple(None if w is None else _project(rows, w, alignment.group_sizes, dtype)
+                 for w in (experts.w_gate, experts.w_up))
 
 
 @jax.named_scope("activate")
-def activate(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
-    """The gated activation in float32: [M, I] and [M, I] -> [M, I]."""
+def activate(gate: jax.Array | None, up: jax.Array, activation: Activation) -> jax.Array:
+    """The activation in float32: [M, I] and [M, I] -> [M, I]."""
     return activation.apply(gate, up)
 
 
@@ -137,25 +162,63 @@ def down(h: jax.Array, experts: ExpertWeights, alignment: Alignment, dtype) -> j
     return _project(h, experts.w_down, alignment.group_sizes, dtype)
 
 
-@jax.named_scope("combine")
 def combine(out: jax.Array, alignment: Alignment, routing: Routing, num_experts: int) -> jax.Array:
     """Weighted sum of the K rows of each token, float32 [M, H] -> float32 [T, H], in the order of the slots."""
-    routed = _routed(routing.ids, num_experts)
-    weights = jnp.where(routed, routing.weights, jnp.float32(0))
+    with jax.named_scope("combine"):
+        return _combine(out, routing.weights, alignment, _routed(routing.ids, num_experts))
+
+
+@jax.custom_vjp
+def _combine(out, weights, alignment, routed):
     y = jnp.zeros((routed.shape[0], out.shape[1]), jnp.float32)
     for k in range(routed.shape[1]):
-        # Rows of slots that are not routed were never written: select before the product, in the gradient too.
-        slot = out.at[alignment.position[:, k]].get(**IN_BOUNDS)
-        y += jnp.where(routed[:, k, None], slot, jnp.float32(0)) * weights[:, k, None]
+        y += _routed_slot(out, alignment, routed, k) * _routed_weights(weights, routed)[:, k, None]
     return y
+
+
+def _combine_backward(saved, cotangent):
+    out, weights, alignment, routed = saved
+    of_row = _routed_weights(weights, routed).reshape(-1).at[alignment.order].get(**IN_BOUNDS)
+    d_out = cotangent.at[_token(alignment)].get(**IN_BOUNDS) * of_row[:, None]
+    d_weights = [jnp.sum(_routed_slot(out, alignment, routed, k) * cotangent, axis=1) for k in range(routed.shape[1])]
+    return d_out, jnp.stack(d_weights, axis=1), None, None
+
+
+_combine.defvjp(lambda *args: (_combine(*args), args), _combine_backward)
+
+
+def _token(alignment):
+    """int32 [M], the token of each row."""
+    return alignment.order // jnp.int32(alignment.position.shape[1])
+
+
+def _slot(rows, alignment, k):
+    """[T, ...], the row of every token's slot k."""
+    return rows.at[alignment.position[:, k]].get(**IN_BOUNDS)
+
+
+def _routed_slot(rows, alignment, routed, k):
+    # Rows of slots that are not routed were never written: select before any product, in gradients too.
+    return jnp.where(routed[:, k, None], _slot(rows, alignment, k), jnp.float32(0))
+
+
+def _routed_weights(weights, routed):
+    return jnp.where(routed, weights, jnp.float32(0))
 
 
 def _routed(ids: jax.Array, num_experts: int) -> jax.Array:
     return (ids >= 0) & (ids < jnp.int32(num_experts))
 
 
+def _reverse_only(x, routing, experts):
+    named = {"w_gate": experts.w_gate, "w_up": experts.w_up, "w_down": experts.w_down}
+    dense = {name: w for name, w in named.items() if not isinstance(w, QuantizedArray)}
+    x, weights, dense = reverse_only((x, routing.weights, dense), REVERSE_ONLY)
+    return x, Routing(routing.ids, weights), dataclasses.replace(experts, **dense)
+
+
 def _project(rows, w, group_sizes, dtype):
-    return grouped_gemm(rows.astype(dtype), dequantize(w, dtype), group_sizes)
+    return grouped_gemm(rows.astype(dtype), widen(w, dtype), group_sizes)
 
 
 def _check_blocks(format, experts):

@@ -6,17 +6,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_warp_decode import varying
 from jax_warp_decode.activations import Activation
 from jax_warp_decode.experts import ExpertWeights
-from jax_warp_decode.formats import dequantize
+from jax_warp_decode.gradients import widen
 from jax_warp_decode.routing import Routing
 
 
-def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: Activation) -> jax.Array:
-    """The routed experts of one layer: x [T, H] -> y [T, H] in x.dtype. See `moe` for the arguments.
+def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: Activation,
+        out_dtype=None) -> jax.Array:
+    """The routed experts of one layer: x [T, H] -> y [T, H] in out_dtype, None for that of x.
+
+    See `moe` for the arguments.
 
     Every operand is widened to float32 and every product has full float32 precision (no tf32 on a GPU), so that only
-    the cast of y rounds to x.dtype. A scan over the experts widens one expert at a time: work grows with T * E, not
+    the cast of y rounds. A scan over the experts widens one expert at a time: work grows with T * E, not
     T * K. Works under `jit`, `vmap`, `lax.scan` and differentiation in both modes; the backward pass recomputes each
     expert. Tokens and experts without a routed slot have no influence, whatever bits they hold, and an expert that
     nobody is routed to has a gradient of exactly zero.
@@ -36,8 +40,9 @@ def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: A
         step = functools.partial(_add_expert, x32, routing, activation)
         ids = jnp.arange(experts.num_experts, dtype=jnp.int32)
         # Without the checkpoint, the backward pass would keep the float32 copy of every expert.
-        y, _ = lax.scan(jax.checkpoint(step, prevent_cse=False), jnp.zeros_like(x32), (ids, experts))
-        return y.astype(x.dtype)
+        y = varying.like(jnp.zeros_like(x32), x, routing, experts)
+        y, _ = lax.scan(jax.checkpoint(step, prevent_cse=False), y, (ids, experts))
+        return y.astype(out_dtype or x.dtype)
 
 
 def _add_expert(x, routing, activation, y, expert):
@@ -48,11 +53,13 @@ def _add_expert(x, routing, activation, y, expert):
     # Selects, not multiplications by zero: 0 * NaN is NaN. The same selects keep NaN out of the gradients, so the
     # weights of an unused expert are replaced too.
     used = jnp.any(chosen, axis=1, keepdims=True)
-    w_gate, w_up, w_down = (
-        _select(jnp.any(used), dequantize(w, jnp.float32)) for w in (weights.w_gate, weights.w_up, weights.w_down))
-    rows = _select(used, x)
-    h = activation.apply(_matmul(rows, w_gate), _matmul(rows, w_up))
-    return y + _select(used, _matmul(h, w_down)) * share, None
+    rows, any_used = _select(used, x), jnp.any(used)
+
+    def project(rows, w):
+        return None if w is None else _matmul(rows, _select(any_used, widen(w, jnp.float32)))
+
+    h = activation.apply(project(rows, weights.w_gate), project(rows, weights.w_up))
+    return y + _select(used, project(h, weights.w_down)) * share, None
 
 
 def _select(keep: jax.Array, a: jax.Array) -> jax.Array:

@@ -1,0 +1,36 @@
+"""Leading batch axes: [..., H] is a batch of tokens, and the op works on [T, H]."""
+
+import math
+
+import jax
+
+from jax_warp_decode.errors import ArgumentError
+from jax_warp_decode.routing import Routing, float32_weights, int32_ids
+
+
+def merge(x: jax.Array, routing: Routing) -> tuple[jax.Array, Routing]:
+    """x [..., H] and a routing [..., K] with the same leading axes -> [T, H] and [T, K], T their product.
+
+    Raises:
+      ArgumentError: x has no axis, or ids or weights have other leading axes than x.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_warp_decode import Routing, batch_axes
+      >>> x, routing = batch_axes.merge(
+      ...     jnp.zeros((2, 3, 64)), Routing(jnp.zeros((2, 3, 4), jnp.int32), jnp.zeros((2, 3, 4))))
+      >>> x.shape, routing.ids.shape
+      ((6, 64), (6, 4))
+    """
+    if x.ndim < 1:
+        raise ArgumentError("x: got a scalar, expected [..., H]")
+    ids, weights = int32_ids(routing.ids), float32_weights(routing.weights)
+    leading = x.shape[:-1]
+    for name, a in (("ids", ids), ("weights", weights)):
+        if a.ndim < 1 or a.shape[:-1] != leading:
+            raise ArgumentError(
+                f"routing.{name}: got shape {a.shape}, expected ({', '.join(map(str, (*leading, 'K')))}) = [..., K] to "
+                f"match x {x.shape} = [..., H]; reshape one of them, or map over the extra axes with jax.vmap")
+    tokens = math.prod(leading)
+    x, ids, weights = (a.reshape(tokens, a.shape[-1]) for a in (x, ids, weights))
+    return x, Routing(ids, weights)

@@ -1,0 +1,281 @@
+"""Checks on eight virtual CPU devices; test_parallel.py runs them in a process that has those."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_warp_decode import ArgumentError, ExpertWeights, Routing, moe
+from jax_warp_decode.parallel import ExpertSharding, moe_local, moe_sharded
+
+
+def mesh(axis_type=AxisType.Auto, **sizes):
+    devices = jax.devices()[:int(np.prod(list(sizes.values())))]
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(axis_type,) * len(sizes), devices=devices)
+
+
+GRID = functools.partial(mesh, a=4, b=2)
+LAYOUTS = {
+    "EP8": lambda: ExpertSharding(mesh(e=8), expert_axis="e"),  # one expert a device, fewer than slots
+    "EP8 tokens too": lambda: ExpertSharding(mesh(e=8), expert_axis="e", token_axis="e"),
+    "TP4": lambda: ExpertSharding(mesh(t=4), tensor_axis="t"),
+    "DP8": lambda: ExpertSharding(mesh(d=8), token_axis="d"),
+    "EP4 x TP2": lambda: ExpertSharding(GRID(), expert_axis="a", tensor_axis="b"),
+    "DP2 x EP4": lambda: ExpertSharding(GRID(), expert_axis="a", token_axis="b"),
+    "EP4 x TP2, tokens everywhere": lambda: ExpertSharding(
+        GRID(), expert_axis="a", tensor_axis="b", token_axis=("a", "b")),
+    "EP8 over two axes": lambda: ExpertSharding(GRID(), expert_axis=("a", "b")),
+    "explicit DP2 x EP4": lambda: ExpertSharding(GRID(AxisType.Explicit), expert_axis="a", token_axis="b"),
+}
+SIZES = dict(tokens=8, experts=8, hidden=64, intermediate=128, k=2)
+sharded = jax.jit(moe_sharded, static_argnames=("strategy", "interpret", "reduce_dtype"))
+
+
+def run(case, sharding, **options):
+    x, routing, experts = case.args()
+    return sharded(x, routing, sharding.shard(experts), sharding, **options)
+
+
+# ------------------------------------------------------------------------------------------------------------ values
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_is_as_exact_as_one_device(layout):
+    # Rows, experts and routing weights that nothing refers to hold NaN. One rounding, as on one device.
+    case = oracle.make_case(1, **SIZES, pattern="skipped")
+    sharding = LAYOUTS[layout]()
+    y = run(case, sharding, strategy="reference")
+    oracle.assert_close(y, case)
+    spec = NamedSharding(sharding.mesh, P(sharding.token_axis))
+    assert y.sharding.is_equivalent_to(spec, 2)
+    if sharding.token_axis is None:
+        first, *others = (np.asarray(shard.data) for shard in y.addressable_shards)
+        assert all((first == other).all() for other in others)  # every device has the same bits
+
+
+@pytest.mark.parametrize("layout", ["EP8 tokens too", "EP4 x TP2", "DP2 x EP4"])
+def test_expert_centric_on_a_mesh(layout):
+    case = oracle.make_case(2, **SIZES, pattern="skipped")
+    oracle.assert_close(run(case, LAYOUTS[layout](), strategy="expert_centric"), case, h_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("layout", [dict(expert_axis="e"), dict(tensor_axis="e")])
+def test_warp_decode_kernels_on_a_mesh(layout):
+    case = oracle.make_case(3, tokens=2, experts=2, hidden=64, intermediate=128, k=2, pattern="skipped")
+    y = run(case, ExpertSharding(mesh(e=2), **layout), strategy="warp_decode", interpret=True)
+    oracle.assert_close(y, case)
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "int8_channel"])
+def test_quantised_weights_give_the_result_of_one_device(format):
+    case = oracle.make_case(4, **{**SIZES, "intermediate": 256}, x_dtype="f32", weights="f32", poison=False)
+    x, routing, experts = case.args()
+    experts = experts.quantize(format)
+    sharding = ExpertSharding(GRID(), expert_axis="a", tensor_axis="b")
+    got = sharded(x, routing, sharding.shard(experts), sharding, strategy="reference")
+    want = np.asarray(jax.jit(functools.partial(moe, strategy="reference"))(x, routing, experts))
+    np.testing.assert_allclose(np.asarray(got), want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+def test_bfloat16_sums_are_an_option_with_its_rounding():
+    case = oracle.make_case(5, **SIZES, poison=False)
+    exact, halved = (np.asarray(run(case, LAYOUTS["TP4"](), strategy="reference", reduce_dtype=dtype), np.float64)
+                     for dtype in (jnp.float32, jnp.bfloat16))
+    error = np.linalg.norm(exact - case.exact), np.linalg.norm(halved - case.exact)
+    assert error[0] < error[1] < 4 * 2**-8 * np.linalg.norm(case.exact)
+
+
+def test_d03_ids_of_other_devices_add_nothing():
+    case = oracle.make_case(6, **{**SIZES, "tokens": 4}, poison=False)
+    x, _, experts = case.args()
+    sharding = ExpertSharding(mesh(e=4), expert_axis="e")
+    placed = sharding.shard(experts)
+    for nowhere in (-1, 8, 2**31 - 1, -2**31):
+        ids = np.array([[0, 5], [7, nowhere], [nowhere, nowhere], [3, 2]], np.int32)
+        weights = np.array([[0.6, 0.4], [0.7, np.nan], [np.nan, np.nan], [0.9, 0.1]], np.float32)
+        this = dataclasses.replace(case, ids=ids, weights=weights)
+        routing = Routing(jnp.asarray(ids), jnp.asarray(weights))
+        sharded(jnp.full_like(x, 1e4), routing, placed, sharding, strategy="expert_centric")  # dirties the buffers
+        y = np.asarray(sharded(x, routing, placed, sharding, strategy="expert_centric"))
+        oracle.assert_close(y, this, h_dtype="bfloat16")
+        assert not y[2].any() and y[1].any()
+
+
+def constant_experts():
+    """Case D07: expert e returns e + 1 in every element for x[0] = 1, exactly."""
+    w_gate, w_up, w_down = np.zeros((4, 32, 32)), np.zeros((4, 32, 32)), np.zeros((4, 32, 32))
+    w_gate[:, 0, 0], w_up[:, 0, 0] = 64, 2.0**-6
+    w_down[:, :, 0] = np.arange(1, 5)[:, None]
+    experts = ExpertWeights(*(jnp.asarray(w, jnp.bfloat16) for w in (w_gate, w_up, w_down)))
+    ids = jnp.array([[0, 1], [1, 2], [2, 3], [3, 0]])
+    return jnp.zeros((4, 32), jnp.bfloat16).at[:, 0].set(1), Routing(ids, jnp.full((4, 2), 0.5)), experts
+
+
+D07 = {
+    "i": lambda: ExpertSharding(mesh(e=4), expert_axis="e"),
+    "ii": lambda: ExpertSharding(mesh(e=2), expert_axis="e", token_axis="e"),
+    "iii": lambda: ExpertSharding(mesh(t=2), tensor_axis="t"),
+    "iv": lambda: ExpertSharding(mesh(d=4), token_axis="d"),
+    "v": lambda: ExpertSharding(mesh(d=2, e=2), expert_axis="e", token_axis="d"),
+}
+
+
+@pytest.mark.parametrize("layout", D07)
+def test_d07_every_term_is_summed_once(layout):
+    x, routing, experts = constant_experts()
+    sharding = D07[layout]()
+    want = [11.5, 12.5, 13.5, 12.5]
+    experts = sharding.shard(experts)
+
+    def layer(x, routing, experts):  # a shared expert that returns 10, outside
+        return moe_sharded(x, routing, experts, sharding, strategy="expert_centric") + jnp.bfloat16(10)
+
+    y = jax.jit(layer)(x, routing, experts)
+    np.testing.assert_array_equal(np.asarray(y, np.float32), np.repeat(np.float32(want)[:, None], 32, 1))
+
+    def loss(weights):
+        return jnp.sum(layer(x, Routing(routing.ids, weights), experts).astype(jnp.float32))
+
+    d_weights = jax.jit(jax.grad(loss))(routing.weights)
+    np.testing.assert_array_equal(np.asarray(d_weights), 32 * (np.asarray(routing.ids) + 1))
+
+
+@pytest.mark.parametrize("layout,check_vma", [("ii", True), ("iii", False), ("v", False), ("v", True)])
+def test_d07_inside_a_shard_map_of_the_user(layout, check_vma):
+    x, routing, experts = constant_experts()
+    sharding, tokens = D07[layout](), P(D07[layout]().token_axis)
+    axes = {name: getattr(sharding, name) for name in ("expert_axis", "tensor_axis", "token_axis")}
+
+    @functools.partial(jax.shard_map, mesh=sharding.mesh, in_specs=(tokens, tokens, sharding.specs(experts)),
+                       out_specs=tokens, check_vma=check_vma)
+    def block(x, routing, experts):
+        return moe_local(x, routing, experts, **axes, strategy="expert_centric") + x  # x[0] = 1: the residual
+
+    def loss(x, weights, experts):
+        y = block(x, Routing(routing.ids, weights), experts)
+        return jnp.sum(y.astype(jnp.float32)[:, 1:]), y
+
+    grads, y = jax.jit(jax.grad(loss, (1, 2), has_aux=True))(x, routing.weights, experts)
+    np.testing.assert_array_equal(np.asarray(y, np.float32)[:, 1:], np.repeat([[1.5], [2.5], [3.5], [2.5]], 31, 1))
+    np.testing.assert_array_equal(np.asarray(grads[0]), 31 * (np.asarray(routing.ids) + 1))
+    want = np.zeros((4, 32, 32), np.float32)  # every expert meets two tokens with weight 1/2, and its h[0] is 1
+    want[:, 1:, 0] = 1
+    np.testing.assert_array_equal(np.asarray(grads[1].w_down, np.float32), want)
+
+
+@pytest.mark.parametrize("layout", ["EP8 tokens too", "EP4 x TP2"])
+def test_gradients_do_not_depend_on_the_mesh(layout):
+    case = oracle.make_case(7, **SIZES, x_dtype="f32", weights="f32", poison=False)
+    x, routing, experts = case.args()
+    sharding = LAYOUTS[layout]()
+    c = jax.random.normal(jax.random.key(0), x.shape)
+
+    def loss(x, weights, experts, layer):
+        return jnp.sum(c * layer(x, Routing(routing.ids, weights), experts, strategy="expert_centric"))
+
+    grad = lambda layer: jax.jit(jax.grad(functools.partial(loss, layer=layer), (0, 1, 2)))
+    want = grad(moe)(x, routing.weights, experts)
+    got = grad(functools.partial(moe_sharded, sharding=sharding))(x, routing.weights, sharding.shard(experts))
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.linalg.norm(np.asarray(g) - np.asarray(w)) < 1e-5 * np.linalg.norm(np.asarray(w))
+
+
+@pytest.mark.parametrize("layout", ["DP8", "DP2 x EP4"])
+def test_no_tokens_on_a_mesh(layout):
+    case = oracle.make_case(8, **{**SIZES, "tokens": 0})
+    assert run(case, LAYOUTS[layout](), strategy="expert_centric").shape == (0, 64)
+
+
+def test_leading_axes_are_split_along_the_first():
+    case = oracle.make_case(9, **SIZES, pattern="skipped")
+    x, routing, experts = case.args()
+    sharding = LAYOUTS["DP2 x EP4"]()
+    x3, routing3 = jax.tree.map(lambda a: a.reshape(2, 4, -1), (x, routing))
+    y = sharded(x3, routing3, sharding.shard(experts), sharding, strategy="reference")
+    oracle.assert_close(y.reshape(x.shape), case)
+
+
+@pytest.mark.parametrize("format", ["f32", "nvfp4"])
+def test_stacked_layers_by_a_traced_index(format):
+    cases = [oracle.make_case(seed, **SIZES, x_dtype="f32", weights="f32", poison=False) for seed in (12, 13)]
+    x, routing, _ = cases[0].args()
+    layers = [case.args()[2] if format == "f32" else case.args()[2].quantize(format) for case in cases]
+    sharding = LAYOUTS["EP4 x TP2"]()
+    stack = sharding.shard(jax.tree.map(lambda *w: jnp.stack(w), *layers))
+    y = sharded(x, routing, stack, sharding, strategy="reference", layer=jnp.int32(1))
+    want = np.asarray(moe(x, routing, layers[1], strategy="reference"))
+    np.testing.assert_allclose(np.asarray(y), want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+# ------------------------------------------------------------------------------------------------ what XLA makes of it
+
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+@pytest.mark.parametrize("layout,expected", [
+    ("EP4 x TP2", {"all-reduce": 1}),
+    ("DP2 x EP4", {"all-reduce": 1}),
+    ("EP8 tokens too", {"all-gather": 3, "reduce-scatter": 1}),  # x, ids and weights; never the experts
+])
+def test_weights_stay_where_they_are_under_plain_jit(layout, expected):
+    case = oracle.make_case(10, **SIZES, weights="mxfp8", poison=False)
+    x, routing, experts = case.args()
+    sharding = LAYOUTS[layout]()
+    text = sharded.lower(x, routing, sharding.shard(experts), sharding, strategy="reference").compile().as_text()
+    lines = [line for line in text.splitlines() if any(f" {name}(" in line for name in COLLECTIVES)]
+    assert {name: sum(f" {name}(" in line for line in lines) for name in COLLECTIVES} == dict.fromkeys(
+        COLLECTIVES, 0) | expected, lines
+    assert not any("f8e4m3" in line or "u8[" in line for line in lines)
+
+
+# -------------------------------------------------------------------------------------------------------- bad input
+
+
+def small():
+    return oracle.make_case(11, **SIZES, poison=False).args()
+
+
+def test_axes_that_do_not_exist_or_collide():
+    for axes in (dict(expert_axis="model"), dict(tensor_axis=("a", "a")), dict(token_axis="x")):
+        with pytest.raises(ArgumentError, match=rf"{next(iter(axes))}: got .*expected different axes.*'a', 'b'"):
+            ExpertSharding(GRID(), **axes)
+    with pytest.raises(ArgumentError, match="tensor_axis.*splits E or I"):
+        ExpertSharding(GRID(), expert_axis=("a", "b"), tensor_axis="b")
+    x, routing, experts = small()
+    with pytest.raises(ArgumentError, match="expert_axis: got 'e'.*moe_sharded"):
+        moe_local(x, routing, experts, expert_axis="e")
+
+
+def test_sizes_that_do_not_divide():
+    x, routing, experts = small()
+    six = jax.tree.map(lambda w: w[:6], experts)
+    with pytest.raises(ArgumentError, match=r"w_gate: got E = 6, expected a multiple of 4"):
+        ExpertSharding(GRID(), expert_axis="a").specs(six)
+    with pytest.raises(ArgumentError, match=r"w_gate: got I = 128, expected a multiple of 3"):
+        ExpertSharding(mesh(t=3), tensor_axis="t").specs(experts)
+    sharding = LAYOUTS["DP8"]()
+    with pytest.raises(ArgumentError, match=r"x: got shape \(4, 64\).*multiple of 8.*token_axis = 'd'"):
+        moe_sharded(x[:4], Routing(routing.ids[:4], routing.weights[:4]), sharding.shard(experts), sharding)
+
+
+@pytest.mark.parametrize("format,parts", [("mxfp8", 8), ("fp8_block128", 2)])
+def test_blocks_that_tensor_parallel_would_cut(format, parts):
+    experts = small()[2].quantize(format)
+    with pytest.raises(ArgumentError, match=r"got I = 128 in blocks of (32|128) .*cut a block"):
+        ExpertSharding(mesh(t=parts), tensor_axis="t").specs(experts)
+
+
+def test_weights_in_the_wrong_place_are_not_moved_in_secret():
+    x, routing, experts = small()
+    sharding = LAYOUTS["EP4 x TP2"]()
+    other = ExpertSharding(mesh(e=2), expert_axis="e").shard(experts)
+    for wrong in (experts, other):
+        with pytest.raises(ArgumentError, match=r"experts\.w_gate: got .*expected .*ExpertSharding.shard"):
+            moe_sharded(x, routing, wrong, sharding)
