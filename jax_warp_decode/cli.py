@@ -1,4 +1,4 @@
-"""The command line: `jax-warp-decode info` and `jax-warp-decode demo`."""
+"""The command line: `jax-warp-decode info`, `demo` and `autotune`."""
 
 import argparse
 import contextlib
@@ -30,6 +30,18 @@ def _parser() -> argparse.ArgumentParser:
                       help="format of the bundled model's experts (default: bf16)")
     demo.add_argument("--checkpoint", metavar="DIR",
                       help="a Hugging Face Qwen3MoeForCausalLM folder instead of the bundled model")
+
+    tune = commands.add_parser("autotune", help="measure kernel configurations on this GPU and keep the fastest")
+    shape = tune.add_mutually_exclusive_group(required=True)
+    shape.add_argument("--model", metavar="NAME", help="a model whose sizes are known, such as qwen3-30b-a3b")
+    shape.add_argument("--shape", type=int, nargs=4, metavar=("H", "I", "E", "K"),
+                       help="hidden and intermediate size, experts, experts per token")
+    tune.add_argument("--format", nargs="+", default=["bf16"], metavar="NAME",
+                      help="of the weights: bf16, mxfp8 (default: bf16)")
+    tune.add_argument("--batch", nargs="+", type=int, default=[1, 2, 4, 8], metavar="T",
+                      help="tokens per step (default: 1 2 4 8)")
+    tune.add_argument("--out", metavar="FILE",
+                      help="file to write or to add to (default: $JAX_WARP_DECODE_TUNED, or the user's cache folder)")
     return parser
 
 
@@ -54,6 +66,10 @@ def main(argv: list[str] | None = None) -> int:
             from jax_warp_decode import info
 
             info.render(info.collect(), console)
+        elif args.command == "autotune":
+            from jax_warp_decode import autotune
+
+            autotune.command(args, console)
         else:
             from jax_warp_decode import demo
 

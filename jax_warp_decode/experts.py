@@ -28,9 +28,12 @@ class ExpertWeights:
     """Weights of E gated experts, in checkpoint order: the reduction dimension is last and contiguous.
 
     Attributes:
-      w_gate: [E, I, H] gate projection; bfloat16, float16, float32 or a `QuantizedArray`.
+      w_gate: [E, I, H] gate projection; bfloat16, float16, float32 or a `QuantizedArray`; None for an activation
+        without a gate, such as "relu2".
       w_up: [E, I, H] up projection, same format.
       w_down: [E, H, I] down projection, same format.
+
+    The weights of L layers may be stacked, [L, E, I, H] and [L, E, H, I]; `moe` then takes the number of the layer.
 
     The object is a pytree: pass it through `jit`, `lax.scan`, `jax.device_put` or an optimiser like any array.
     Construction does not check anything, so that a pytree transform may put other leaves in; `check` does, and `moe`
@@ -48,54 +51,66 @@ class ExpertWeights:
       'mxfp8'
     """
 
-    w_gate: Weight
+    w_gate: Weight | None
     w_up: Weight
     w_down: Weight
 
     @property
     def num_experts(self) -> int:
-        return self.w_gate.shape[0]
+        return self.w_up.shape[-3]
 
     @property
     def intermediate(self) -> int:
-        return self.w_gate.shape[1]
+        return self.w_up.shape[-2]
 
     @property
     def hidden(self) -> int:
-        return self.w_gate.shape[2]
+        return self.w_up.shape[-1]
+
+    @property
+    def layers(self) -> int | None:
+        """L of stacked weights, None for the weights of one layer."""
+        return self.w_up.shape[0] if self.w_up.ndim == 4 else None
+
+    def __getitem__(self, layer) -> "ExpertWeights":
+        """One layer of a stack, or a slice of it; a copy unless XLA can fuse it away."""
+        return ExpertWeights(*(None if w is None else w[layer] for w in (self.w_gate, self.w_up, self.w_down)))
 
     @property
     def format(self) -> str:
         """Storage format of the weights, see `weight_format`."""
-        return weight_format(self.w_gate)
+        return weight_format(self.w_up)
 
     def quantize(self, format: str) -> "ExpertWeights":
         """The same experts in another format, for example "mxfp8"; the reduction dimension carries the blocks."""
-        return ExpertWeights(*(formats.quantize(w, format) for w in (self.w_gate, self.w_up, self.w_down)))
+        return ExpertWeights(*(None if w is None else formats.quantize(w, format)
+                               for w in (self.w_gate, self.w_up, self.w_down)))
 
     def check(self) -> None:
         """Raises `ArgumentError` unless the three tensors have matching shapes and one supported format."""
-        named = {"w_gate": self.w_gate, "w_up": self.w_up, "w_down": self.w_down}
+        named = {"w_up": self.w_up, "w_down": self.w_down} | ({} if self.w_gate is None else {"w_gate": self.w_gate})
         for name, w in named.items():
             if not isinstance(w, QuantizedArray) and not hasattr(w, "dtype"):
                 raise ArgumentError(f"experts.{name}: got {type(w).__name__}, expected a jax array or a QuantizedArray")
-            if w.ndim != 3:
+            if w.ndim not in (3, 4):
+                axes = "E, H, I" if name == "w_down" else "E, I, H"
                 raise ArgumentError(
-                    f"experts.{name}: got shape {w.shape}, expected three dimensions, "
-                    f"{'[E, H, I]' if name == 'w_down' else '[E, I, H]'}")
+                    f"experts.{name}: got shape {w.shape}, expected [{axes}], or [L, {axes}] for stacked layers")
             if isinstance(w, QuantizedArray):
                 w.check(f"experts.{name}")
             elif jnp.dtype(w.dtype) not in DENSE_FORMATS:
                 raise ArgumentError(
                     f"experts.{name}: got dtype {w.dtype}, expected bfloat16, float16, float32 or a QuantizedArray; "
                     f"quantise with ExpertWeights.quantize or wrap values and scales in a QuantizedArray")
-        E, I, H = self.w_gate.shape
-        for name, want in (("w_up", (E, I, H)), ("w_down", (E, H, I))):
+        first = next(name for name in ("w_gate", "w_up") if name in named)
+        *stacked, E, I, H = named[first].shape
+        L = "L, " * len(stacked)
+        for name, want in (("w_up", (*stacked, E, I, H)), ("w_down", (*stacked, E, H, I))):
             if named[name].shape != want:
-                layout = "[E, H, I]" if name == "w_down" else "[E, I, H]"
+                layout = f"[{L}E, H, I]" if name == "w_down" else f"[{L}E, I, H]"
                 raise ArgumentError(
                     f"experts.{name}: got shape {named[name].shape}, expected {want} = {layout} to match "
-                    f"w_gate {self.w_gate.shape} = [E, I, H]")
+                    f"{first} {named[first].shape} = [{L}E, I, H]")
         if len({weight_format(w) for w in named.values()}) > 1:
             got = {name: weight_format(w) for name, w in named.items()}
             raise ArgumentError(f"experts: got mixed formats {got}, expected one format for all three tensors")

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import Weight
 from jax_warp_decode.formats import QuantizedArray
+from jax_warp_decode.kernels.expert_index import ExpertIndex
 from jax_warp_decode.kernels.tile import RowTile
 
 HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -32,39 +33,35 @@ def _dtype(name: str, a, allowed, way_out: str) -> None:
         raise ArgumentError(f"{name}: got dtype {a.dtype}, expected {' or '.join(map(str, allowed))}; {way_out}")
 
 
-def gate_up_shapes(x, ids, w_gate: Weight, w_up: Weight) -> tuple[int, int, int, int, int]:
-    """Checks the arguments of `moe_gate_up_3d_batched`; returns E, T, K, H, I."""
+def gate_up_shapes(x, ids, w_gate: Weight, w_up: Weight, index: ExpertIndex) -> tuple[int, int, int, int]:
+    """Checks the arguments of `moe_gate_up_3d_batched`; returns T, K, H, I."""
+    stack = "L" if index.layers is not None else ""
     _rank("x", x, "TH")
     _rank("ids", ids, "TK")
-    _rank("w_gate", w_gate, "EIH")
-    (T, H), (E, I, _) = x.shape, w_gate.shape
-    _matches("w_gate", w_gate, (E, I, H), f"[E, I, H] with H from x {x.shape}")
-    _rank("w_up", w_up, "EIH")
-    _matches("w_up", w_up, (E, I, H), f"[E, I, H] as w_gate {w_gate.shape}")
+    _rank("w_gate", w_gate, f"{stack}EIH")
+    (T, H), I, stacked = x.shape, w_gate.shape[-2], w_gate.shape[:-2]
+    axes = ", ".join(f"{stack}EIH")
+    _matches("w_gate", w_gate, (*stacked, I, H), f"[{axes}] with H from x {x.shape}")
+    _rank("w_up", w_up, f"{stack}EIH")
+    _matches("w_up", w_up, (*stacked, I, H), f"[{axes}] as w_gate {w_gate.shape}")
     _matches("ids", ids, (T, ids.shape[1]), f"[T, K] with T from x {x.shape}")
     _dtype("x", x, HALF, f"cast x, or {WAY_OUT} for float32 activations")
     if weight_itemsize("w_gate", w_gate) != weight_itemsize("w_up", w_up):
         raise ArgumentError(f"w_up: got {w_up.dtype} {type(w_up).__name__}, expected the format of w_gate")
-    _slots("ids", ids, E)
-    return E, T, ids.shape[1], H, I
+    return T, ids.shape[1], H, I
 
 
-def down_shapes(h, ids, weights, w_down: Weight) -> tuple[int, int, int, int, int]:
-    """Checks the arguments of `moe_down_3d_batched`; returns E, T, K, H, I."""
+def down_shapes(h, ids, weights, w_down: Weight, index: ExpertIndex) -> tuple[int, int, int, int]:
+    """Checks the arguments of `moe_down_3d_batched`; returns T, K, H, I."""
+    stack = "L" if index.layers is not None else ""
     _rank("h", h, "TKI")
-    _rank("w_down", w_down, "EHI")
-    (T, K, I), (E, H, _) = h.shape, w_down.shape
-    _matches("w_down", w_down, (E, H, I), f"[E, H, I] with I from h {h.shape}")
+    _rank("w_down", w_down, f"{stack}EHI")
+    (T, K, I), H, stacked = h.shape, w_down.shape[-2], w_down.shape[:-2]
+    _matches("w_down", w_down, (*stacked, H, I), f"[{', '.join(f'{stack}EHI')}] with I from h {h.shape}")
     _matches("ids", ids, (T, K), f"[T, K] as in h {h.shape}")
     _matches("weights", weights, (T, K), f"[T, K] as in h {h.shape}")
     _dtype("h", h, OUT_DTYPES, "cast h")
-    _slots("ids", ids, E)
-    return E, T, K, H, I
-
-
-def _slots(name: str, ids, E: int) -> None:
-    if ids.shape[1] > E:
-        raise ArgumentError(f"{name}: got K = {ids.shape[1]} slots per token, expected at most E = {E}, the experts")
+    return T, K, H, I
 
 
 def out_dtype(dtype) -> jnp.dtype:

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_warp_decode import compat
-from jax_warp_decode.experts import Weight
+from jax_warp_decode import compat, tuning
+from jax_warp_decode.experts import Weight, weight_format
 from jax_warp_decode.gradients import without_gradient
 from jax_warp_decode.kernels import checks, tile
+from jax_warp_decode.kernels.expert_index import ExpertIndex
 from jax_warp_decode.kernels.tile import RowTile
 from jax_warp_decode.routing import float32_weights, int32_ids
 
@@ -42,42 +43,43 @@ class DownConfig:
     @classmethod
     def heuristic(cls, T: int, K: int, H: int, I: int, itemsize: int) -> "DownConfig":
         """A good configuration for any shape the kernel takes."""
-        lanes, rows = tile.pick_tile(I, H, itemsize, copies=T, most_rows=2 if itemsize == 2 else 8)
-        in_flight = 8 if itemsize == 2 else 16
+        # From sweeps (bench/NOTES.md): with one-byte weights, rows that share h pay once there are warps enough.
+        per_warp = 2 if itemsize == 2 else next((r for r in (4, 2) if T * H >= 2048 * r), 1)
+        lanes, rows = tile.pick_tile(I, H, itemsize, per_warp)
+        in_flight = 24 if rows == 1 else 8 if itemsize == 2 and T == 1 else 12
         return cls(lanes, rows, unroll=min(K * RowTile(I, itemsize, lanes, rows).steps, max(1, in_flight // rows)))
 
 
 @functools.cache
-def _build(T: int, K: int, E: int, H: int, I: int, itemsize: int, out_dtype, config: DownConfig, interpret):
+def _build(T: int, K: int, H: int, I: int, index: ExpertIndex, itemsize: int, out_dtype, config: DownConfig, interpret):
     """One jitted kernel per static configuration, so that equal layers share one trace and one compiled kernel."""
     rows = RowTile(I, itemsize, config.lanes, config.rows)
 
     def body(ids_ref, weights_ref, h_ref, *refs):
-        *down_refs, y_ref = refs
+        layer_refs, (*down_refs, y_ref) = refs[:index.num_operands], refs[index.num_operands:]
         row_tile, token = lax.axis_index("row_tile"), lax.axis_index("token")
-
-        def routed(expert):
-            return (expert >= 0) & (expert < E)
 
         # A slot that is not routed reads the rows of a routed slot instead: they are in cache, nothing is read out
         # of bounds, and the loop needs no branch. Its sum is dropped by a select.
         stand_in = jnp.int32(-1)
         for k in reversed(range(K)):
-            expert = ids_ref[token * K + k]
-            stand_in = jnp.where(routed(expert), expert, stand_in)
+            expert, routed = index.lookup(ids_ref, token * K + k, layer_refs)
+            stand_in = jnp.where(routed, expert, stand_in)
 
         def group(steps, acc):
-            loaded = []
+            def look_up(slot):
+                at = token * K + slot
+                return *index.lookup(ids_ref, at, layer_refs), weights_ref[at]
+
+            once, loaded = functools.cache(look_up), []
             for n in steps:
-                slot = lax.div(n, jnp.int32(rows.steps))
-                step = lax.rem(n, jnp.int32(rows.steps))
-                expert = ids_ref[token * K + slot]
-                weight = weights_ref[token * K + slot]
-                raw = rows.load(down_refs, jnp.where(routed(expert), expert, stand_in), row_tile, step)
-                loaded.append((step, routed(expert), weight, raw, rows.load_vector(h_ref, (token, slot), step)))
-            for step, is_routed, weight, raw, vector in loaded:
+                slot, step = tile.divide(n, rows.steps)
+                expert, routed, weight = (once if isinstance(slot, int) else look_up)(slot)
+                raw = rows.load(down_refs, jnp.where(routed, expert, stand_in), row_tile, step)
+                loaded.append((step, routed, weight, raw, rows.load_vector(h_ref, (token, slot), step)))
+            for step, routed, weight, raw, vector in loaded:
                 partial = weight * rows.dot(raw, rows.widen(vector), step)
-                acc = acc + jnp.where(lax.broadcast_in_dim(is_routed, partial.shape, ()), partial, jnp.float32(0))
+                acc = acc + jnp.where(lax.broadcast_in_dim(routed, partial.shape, ()), partial, jnp.float32(0))
             return acc
 
         acc = tile.unrolled_loop(K * rows.steps, config.unroll, stand_in >= 0, group, rows.zeros())
@@ -90,7 +92,7 @@ def _build(T: int, K: int, E: int, H: int, I: int, itemsize: int, out_dtype, con
         grid=(H // rows.out_rows, T),
         grid_names=("row_tile", "token"),
         kernel_name="moe_down_3d_batched",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        compiler_params=tile.COMPILER_PARAMS,
         interpret=interpret,
     )), f"moe_down_3d_batched: {checks.NO_GRADIENT}")
 
@@ -101,6 +103,7 @@ def moe_down_3d_batched(
     weights: jax.Array,
     w_down: Weight,
     *,
+    layer: jax.Array | int | None = None,
     out_dtype=jnp.bfloat16,
     config: DownConfig | None = None,
     interpret: bool | plgpu.InterpretGPUParams = False,
@@ -113,8 +116,10 @@ def moe_down_3d_batched(
         row of h hold.
       weights: [T, K] routing weights, used in float32.
       w_down: [E, H, I] bfloat16, float16 or MXFP8 `QuantizedArray`; dequantised in registers.
+      layer: with weights of several layers, [L, E, H, I], the one to read: an integer scalar, may be traced. Nothing is
+        copied. A layer outside [0, L) reads no weight and yields 0.
       out_dtype: dtype of the result.
-      config: `DownConfig`; None takes `DownConfig.heuristic`.
+      config: `DownConfig`; None takes a measured one or the heuristic, see `tuning`.
       interpret: True (or `InterpretGPUParams`) runs the kernel on the CPU, for tests.
 
     Returns:
@@ -136,16 +141,20 @@ def moe_down_3d_batched(
     """
     ids, out_dtype = int32_ids(ids, "ids"), checks.out_dtype(out_dtype)
     weights = float32_weights(weights, "weights")
-    E, T, K, H, I = checks.down_shapes(h, ids, weights, w_down)
+    index = ExpertIndex.of("w_down", w_down, layer)
+    layers = index.operands(layer)
+    T, K, H, I = checks.down_shapes(h, ids, weights, w_down, index)
     itemsize = checks.weight_itemsize("w_down", w_down)
     if T * K == 0:
         return jnp.zeros((T, H), out_dtype)
     checks.dimensions("w_down", I, H, itemsize)
-    config = checks.config_type(config or DownConfig.heuristic(T, K, H, I, itemsize), DownConfig)
+    found = tuning.find("moe_down", DownConfig, config, format=weight_format(w_down), itemsize=itemsize,
+                        T=T, K=K, H=H, I=I)
+    config = checks.config_type(found.config, DownConfig)
     rows = RowTile(I, itemsize, config.lanes, config.rows)
     checks.config_fits("w_down", rows, H, config.unroll)
-    kernel = _build(T, K, E, H, I, itemsize, out_dtype, config,
+    kernel = _build(T, K, H, I, index, itemsize, out_dtype, config,
                     compat.interpret_params(interpret))
-    y = kernel(ids.reshape(-1), weights.reshape(-1), rows.vector_operand(h),
-               *rows.weight_operands(w_down))
+    y = kernel(ids.reshape(-1), weights.reshape(-1), rows.vector_operand(h), *layers,
+               *rows.weight_operands(index.flatten(w_down)))
     return y.reshape(T, H)

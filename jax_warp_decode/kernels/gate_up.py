@@ -17,11 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_warp_decode import compat
+from jax_warp_decode import compat, tuning
 from jax_warp_decode.activations import Activation, get_activation
-from jax_warp_decode.experts import Weight
+from jax_warp_decode.experts import Weight, weight_format
 from jax_warp_decode.gradients import without_gradient
 from jax_warp_decode.kernels import checks, tile
+from jax_warp_decode.kernels.expert_index import ExpertIndex
 from jax_warp_decode.kernels.tile import RowTile
 from jax_warp_decode.routing import int32_ids
 
@@ -43,24 +44,26 @@ class GateUpConfig:
     @classmethod
     def heuristic(cls, T: int, K: int, H: int, I: int, itemsize: int) -> "GateUpConfig":
         """A good configuration for any shape the kernel takes."""
-        lanes, rows = tile.pick_tile(H, I, itemsize, copies=T * K, most_rows=1 if itemsize == 2 else 8)
+        # Converting one-byte weights costs more than loading x, so that rows which share x pay (bench/NOTES.md). The
+        # H200 wants a thousand warps and more to keep its memory busy.
+        per_warp = 1 if itemsize == 2 else next((r for r in (4, 2) if T * K * I >= 1024 * r), 1)
+        lanes, rows = tile.pick_tile(H, I, itemsize, per_warp)
         in_flight = 8 if itemsize == 2 else 16
         return cls(lanes, rows, unroll=min(RowTile(H, itemsize, lanes, rows).steps, max(1, in_flight // (2 * rows))))
 
 
 @functools.cache
-def _build(T: int, K: int, E: int, H: int, I: int, itemsize: int, activation: Activation, out_dtype,
+def _build(T: int, K: int, H: int, I: int, index: ExpertIndex, itemsize: int, activation: Activation, out_dtype,
            config: GateUpConfig, interpret):
     """One jitted kernel per static configuration, so that equal layers share one trace and one compiled kernel."""
     rows = RowTile(H, itemsize, config.lanes, config.rows)
 
     def body(ids_ref, x_ref, *refs):
-        *weight_refs, h_ref = refs
+        layer_refs, (*weight_refs, h_ref) = refs[:index.num_operands], refs[index.num_operands:]
         gate_refs, up_refs = weight_refs[: len(weight_refs) // 2], weight_refs[len(weight_refs) // 2:]
         row_tile, pair = lax.axis_index("row_tile"), lax.axis_index("pair")
         token = lax.div(pair, jnp.int32(K))
-        expert = ids_ref[pair]
-        routed = (expert >= 0) & (expert < E)
+        expert, routed = index.lookup(ids_ref, pair, layer_refs)
 
         def group(steps, sums):
             loaded = [(rows.load(gate_refs, expert, row_tile, s), rows.load(up_refs, expert, row_tile, s),
@@ -83,7 +86,7 @@ def _build(T: int, K: int, E: int, H: int, I: int, itemsize: int, activation: Ac
         grid=(I // rows.out_rows, T * K),
         grid_names=("row_tile", "pair"),
         kernel_name="moe_gate_up_3d_batched",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        compiler_params=tile.COMPILER_PARAMS,
         interpret=interpret,
     )), f"moe_gate_up_3d_batched: {checks.NO_GRADIENT}")
 
@@ -94,7 +97,8 @@ def moe_gate_up_3d_batched(
     w_gate: Weight,
     w_up: Weight,
     *,
-    activation: str = "silu",
+    layer: jax.Array | int | None = None,
+    activation: str | Activation = "silu",
     out_dtype=jnp.float32,
     config: GateUpConfig | None = None,
     interpret: bool | plgpu.InterpretGPUParams = False,
@@ -106,10 +110,12 @@ def moe_gate_up_3d_batched(
       ids: [T, K] integer expert ids. A slot whose id lies outside [0, E) reads no weight and yields 0.
       w_gate: [E, I, H] bfloat16, float16 or MXFP8 `QuantizedArray`; dequantised in registers.
       w_up: [E, I, H], same format.
-      activation: name in `ACTIVATIONS`.
+      layer: with weights of several layers, [L, E, I, H], the one to read: an integer scalar, may be traced, for
+        example the index of a `lax.scan`. Nothing is copied. A layer outside [0, L) reads no weight and yields 0.
+      activation: name in `ACTIVATIONS`, or an `Activation` of your own; gated.
       out_dtype: dtype of the result; float32 keeps the intermediate unrounded, which is free with two-byte
         weights and slows the down kernel with MXFP8 (bench/NOTES.md).
-      config: `GateUpConfig`; None takes `GateUpConfig.heuristic`.
+      config: `GateUpConfig`; None takes a measured one or the heuristic, see `tuning`.
       interpret: True (or `InterpretGPUParams`) runs the kernel on the CPU, for tests.
 
     Returns:
@@ -130,16 +136,20 @@ def moe_gate_up_3d_batched(
       ((1, 2, 32), [0.7310000061988831, 0.0])
     """
     ids, out_dtype = int32_ids(ids, "ids"), checks.out_dtype(out_dtype)
-    E, T, K, H, I = checks.gate_up_shapes(x, ids, w_gate, w_up)
+    index = ExpertIndex.of("w_gate", w_gate, layer)
+    layers = index.operands(layer)
+    T, K, H, I = checks.gate_up_shapes(x, ids, w_gate, w_up, index)
     itemsize = checks.weight_itemsize("w_gate", w_gate)
     if T * K == 0:
         return jnp.zeros((T, K, I), out_dtype)
     checks.dimensions("w_gate", H, I, itemsize)
-    config = checks.config_type(config or GateUpConfig.heuristic(T, K, H, I, itemsize), GateUpConfig)
+    found = tuning.find("moe_gate_up", GateUpConfig, config, format=weight_format(w_gate), itemsize=itemsize,
+                        T=T, K=K, H=H, I=I)
+    config = checks.config_type(found.config, GateUpConfig)
     rows = RowTile(H, itemsize, config.lanes, config.rows)
     checks.config_fits("w_gate", rows, I, config.unroll)
-    kernel = _build(T, K, E, H, I, itemsize, get_activation(activation), out_dtype, config,
+    kernel = _build(T, K, H, I, index, itemsize, get_activation(activation), out_dtype, config,
                     compat.interpret_params(interpret))
-    h = kernel(ids.reshape(-1), rows.vector_operand(x),
-               *rows.weight_operands(w_gate), *rows.weight_operands(w_up))
+    h = kernel(ids.reshape(-1), rows.vector_operand(x), *layers,
+               *rows.weight_operands(index.flatten(w_gate)), *rows.weight_operands(index.flatten(w_up)))
     return h.reshape(T, K, I)

@@ -36,13 +36,18 @@ LANES = 32  # lanes in a warp
 LOAD_BYTES = 16  # per lane and load
 MX_BLOCK = 32  # values that share one E8M0 scale
 
+# No barriers: no thread reads what another writes. Lane semantics: every layout is given here, so that nothing has to
+# be inferred, which took four times as long as the rest of lowering.
+COMPILER_PARAMS = plgpu.CompilerParams(
+    unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+
 
 def e8m0_to_f32(scale: jax.Array) -> jax.Array:
-    """E8M0 bytes (integers) to float32, with integer operations only: 2**(s - 127); 0 -> 2**-127, 255 -> NaN."""
-    s = scale.astype(jnp.int32)
-    # Exponent field 0 or 255 with the top mantissa bit set is 2**-127 or NaN; without it, 0 or infinity.
-    top_bit = jnp.where((s == 0) | (s == 255), jnp.int32(1 << 22), jnp.int32(0))
-    return lax.bitcast_convert_type((s << 23) | top_bit, jnp.float32)
+    """E8M0 bytes (integers) to float32 in three instructions: 2**(s - 127); 0 -> 2**-127, 255 -> NaN."""
+    # s << 23 is the exponent field. As integers, only s = 0 lies below the bits of 2**-127; s = 255 reads as infinity.
+    bits = jnp.maximum(scale.astype(jnp.int32) << 23, jnp.int32(1 << 22))
+    power = lax.bitcast_convert_type(bits, jnp.float32)
+    return power * jnp.float32(0) + power  # infinity becomes NaN, all others stay
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,9 +160,11 @@ class RowTile:
         size = self._shape("SW")[0]
         return pl.ds(row_tile * size, size)
 
-    def _start(self, step) -> jax.Array:
+    def _start(self, step):
         """First group of a step; the last step starts early if the steps do not divide the row."""
         per_step = self._lane_axes["G"]
+        if isinstance(step, int):
+            return min(step * per_step, self._chunks[0] - per_step)
         return jnp.minimum(step * per_step, self._chunks[0] - per_step) if self.cols % self.step else step * per_step
 
     def load(self, refs, expert, row_tile, step) -> tuple[jax.Array, ...]:
@@ -176,19 +183,20 @@ class RowTile:
     def widen(self, vector: jax.Array) -> jax.Array:
         """An activation piece in float32, repeated for every row of the tile."""
         shape = self._shape("SWGCV")
-        return lax.broadcast_in_dim(vector.astype(jnp.float32), shape, tuple(range(len(self._row_axes), len(shape))))
+        wide = lax.broadcast_in_dim(vector.astype(jnp.float32), shape, tuple(range(len(self._row_axes), len(shape))))
+        return plgpu.layout_cast(wide, self._layout("SWGCV"))
 
     def dot(self, weights: tuple[jax.Array, ...], vector: jax.Array, step) -> jax.Array:
         """Dequantised weights times a widened vector, summed inside each lane: one float32 per row and lane."""
         values, *scales = weights
         partial = jnp.sum(values.astype(jnp.float32) * vector, axis=-1)
         if scales:  # a lane's 16 bytes lie inside one block, so the scale is applied once, to their sum
-            partial = partial * lax.broadcast_in_dim(
-                e8m0_to_f32(scales[0]), partial.shape, tuple(range(partial.ndim - 1)))
-        if self.cols % self.step:
+            scale = lax.broadcast_in_dim(e8m0_to_f32(scales[0]), partial.shape, tuple(range(partial.ndim - 1)))
+            partial = partial * plgpu.layout_cast(scale, self._layout("SWGC"))
+        seen = step * self._lane_axes["G"] - self._start(step) if self.cols % self.step else 0
+        if not isinstance(seen, int) or seen:
             group = plgpu.broadcasted_iota(
                 jnp.int32, partial.shape, len(self._row_axes), layout=self._layout("SWGC"))
-            seen = step * self._lane_axes["G"] - self._start(step)
             partial = jnp.where(group >= seen, partial, jnp.float32(0))
         return partial
 
@@ -199,17 +207,18 @@ class RowTile:
         return accumulator
 
 
-def pick_tile(cols: int, n: int, itemsize: int, copies: int, most_rows: int) -> tuple[int, int]:
-    """Lanes and row groups for `copies` passes over [n, cols] weights, from sweeps on an H200 (bench/NOTES.md).
+def pick_tile(cols: int, n: int, itemsize: int, per_warp: int) -> tuple[int, int]:
+    """Lanes per row and row groups for a warp that owns about `per_warp` rows of a weight [n, cols].
 
-    More rows per warp share more activation loads, but the H200 wants about a thousand warps to keep its memory busy.
+    The widest rows that read a tenth twice at most win, if a warp may own as many rows side by side as they
+    need; else the widest that waste at most a third.
     """
-    per_warp = next((r for r in (8, 4, 2) if r <= most_rows and copies * n >= 1024 * r), 1)
     vec = LOAD_BYTES // itemsize
     fits = [lanes for lanes in (32, 16, 8, 4) if lanes * vec <= cols]
     waste = {lanes: -cols % (lanes * vec) / cols for lanes in fits}
+    snug = [lanes for lanes in fits if waste[lanes] <= 0.1 and LANES // lanes <= per_warp]
     even = [lanes for lanes in fits if waste[lanes] <= 0.34] or [min(fits, key=waste.get, default=4)]
-    lanes = 16 if per_warp == 8 and 16 in even else even[0]
+    lanes = (snug or even)[0]
     rows = max(1, per_warp * lanes // LANES)
     while n % (WARPS * rows * LANES // lanes):  # ends at rows = 1, as n is a multiple of 32 and lanes at least 4
         rows -= 1
@@ -219,15 +228,22 @@ def pick_tile(cols: int, n: int, itemsize: int, copies: int, most_rows: int) -> 
 def unrolled_loop(steps: int, unroll: int, active: jax.Array, body, init):
     """Runs `body(steps_of_group, carry)` over groups of `unroll` steps, or not at all where `active` is false.
 
-    A body sees a whole group, to issue its loads before any arithmetic. Steps that are left over form a last group.
+    A body sees a whole group, to issue its loads before any arithmetic. Steps that are left over form a last group. The
+    steps of a group that runs once are Python integers: much less to lower.
     """
 
     def groups(first, count, size, carry):
         def group(g, carry):
-            return body([first + g * size + u for u in range(size)], carry)
+            start = first if count == 1 else first + g * size
+            return body([start + u for u in range(size)], carry)
 
         return lax.fori_loop(jnp.int32(0), jnp.where(active, jnp.int32(count), jnp.int32(0)), group, carry)
 
     full, rest = divmod(steps, unroll)
     carry = groups(0, full, unroll, init) if full else init
     return groups(full * unroll, 1, rest, carry) if rest else carry
+
+
+def divide(n, size: int) -> tuple:
+    """Quotient and remainder of a step number, which may be a Python integer or traced."""
+    return divmod(n, size) if isinstance(n, int) else (lax.div(n, jnp.int32(size)), lax.rem(n, jnp.int32(size)))

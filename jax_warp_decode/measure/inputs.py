@@ -1,4 +1,4 @@
-"""Inputs of the benchmarks: routing patterns, expert weights made on the device, and what must be read of them."""
+"""Inputs to measure with: routing patterns, expert weights made on the device, and what must be read of them."""
 
 import dataclasses
 import functools

@@ -1,0 +1,130 @@
+"""Finds the fastest kernel configurations for given shapes on this GPU and writes them into a file, see `tuned_table`.
+
+Lowering a kernel is Python, about a second each. Several jobs therefore run in processes side by side, of which one at
+a time uses the GPU.
+"""
+
+import argparse
+import concurrent.futures
+import functools
+import itertools
+import multiprocessing
+import os
+import pathlib
+import time
+from collections.abc import Callable, Iterator
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from jax_warp_decode import tuned_table, tuning
+from jax_warp_decode.choose import no_gpu_reason
+from jax_warp_decode.errors import ArgumentError, UnsupportedError
+from jax_warp_decode.measure.job import Job, Result, measure
+from jax_warp_decode.presets import Preset, get_preset
+
+MOST_WORKERS = 16
+
+
+def command(args: argparse.Namespace, console: Console) -> None:
+    """`jax-warp-decode autotune`: args has model or shape, and format, batch and out."""
+    preset = get_preset(args.model) if args.model else Preset("x".join(map(str, args.shape)), *args.shape, format="")
+    _keep_memory_free()
+    cases = dict.fromkeys(itertools.product(args.format, args.batch))  # each once
+    autotune([Job(preset, *case) for case in cases], pathlib.Path(args.out) if args.out else None, console)
+
+
+def autotune(jobs: list[Job], path: pathlib.Path | None = None, console: Console | None = None) -> pathlib.Path:
+    """Measures every job and writes the fastest configurations, after each job, into a file; with progress.
+
+    Args:
+      jobs: what to measure. Several run in processes of their own, which need GPU memory besides this one's: set
+        XLA_PYTHON_CLIENT_PREALLOCATE=false before JAX starts, as the command line does.
+      path: file to write, or to add to; None for the one that is read, see `tuned_table.user_file`.
+      console: where progress and results are printed.
+
+    Returns:
+      The path.
+
+    Raises:
+      UnsupportedError: there is no GPU that the kernels run on, or they cannot take a shape. Nothing was made.
+      ArgumentError: a wrong size or name, an existing file that is corrupt or another GPU's, weights that take more
+        than half of the GPU's memory, or a job that could not be measured (the others have been written).
+    """
+    console = console or Console()
+    for job in jobs:
+        job.check()
+    if reason := no_gpu_reason():
+        raise UnsupportedError(f"autotune: measures on a GPU: {reason}")
+    device = tuning.device_kind()
+    path = path or tuned_table.user_file(device)
+    tuned_table.read_table(path, device)  # an error now rather than after the measurements
+    workers = _workers(jobs)
+    problems, start = [], time.perf_counter()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(f"{len(jobs)} shapes", total=sum(len(job.pairs()) for job in jobs))
+        for result in _results(jobs, workers, lambda: progress.advance(task)):
+            if result.entries:
+                tuned_table.write_entries(path, device, list(result.entries))
+                console.print(_line(result), soft_wrap=True, markup=False)
+            for problem in result.problems:
+                console.print(f"warning: {problem}", soft_wrap=True, markup=False, style="yellow")
+            problems += [] if result.entries else result.problems
+    console.print(f"wrote {path} in {time.perf_counter() - start:.0f} s", soft_wrap=True, markup=False)
+    if path != tuned_table.user_file(device):
+        console.print(f"to use it: export {tuned_table.VARIABLE}={path}", soft_wrap=True, markup=False)
+    if problems:
+        raise ArgumentError(f"autotune: {problems[-1]}; the other shapes are in {path}")
+    return path
+
+
+def _workers(jobs: list[Job]) -> int:
+    """Processes that run side by side: one per CPU core, as far as half of the GPU's memory holds their experts."""
+    memory = jax.devices()[0].memory_stats()["bytes_limit"] / 2
+    largest = max(jobs, key=lambda job: job.nbytes)
+    if largest.nbytes > memory:
+        raise ArgumentError(f"batch: got {largest}, whose experts take {largest.nbytes / 1e9:.1f} GB, expected at most "
+                            f"{memory / 1e9:.1f} GB, half of the GPU's memory; use fewer tokens")
+    return max(1, min(len(jobs), len(os.sched_getaffinity(0)), MOST_WORKERS, int(memory / largest.nbytes)))
+
+
+def _results(jobs: list[Job], workers: int, advance: Callable[[], object]) -> Iterator[Result]:
+    """One result per job, as they finish."""
+    threads = max(1, len(os.sched_getaffinity(0)) // workers)
+    if workers == 1:
+        for job in jobs:
+            yield _measured(job, None, advance, threads)
+        return
+    spawn = multiprocessing.get_context("spawn")  # a forked process cannot use the GPU
+    with (spawn.Manager() as manager,
+          concurrent.futures.ProcessPoolExecutor(workers, spawn, _keep_memory_free) as pool):
+        gpu, lowered = manager.Lock(), manager.Queue()
+        pending = {pool.submit(_measured, job, gpu, functools.partial(lowered.put, None), threads) for job in jobs}
+        while pending:
+            done, pending = concurrent.futures.wait(pending, 0.2, concurrent.futures.FIRST_COMPLETED)
+            while not lowered.empty():
+                lowered.get()
+                advance()
+            yield from (future.result() for future in done)
+
+
+def _keep_memory_free() -> None:
+    """Before JAX starts its backend: the process shall not reserve memory that others need."""
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+
+
+def _measured(job: Job, gpu, advance, threads: int) -> Result:
+    try:
+        return measure(job, gpu, advance, threads)
+    except Exception as error:  # the other jobs go on
+        return Result(job, (), (f"{job}: {type(error).__name__}: {error}".splitlines()[0],))
+
+
+def _line(result: Result) -> str:
+    parts = []
+    for e in result.entries:
+        before = f", heuristic {e.heuristic_us:.2f}" if e.heuristic_us else ""
+        parts.append(f"{e.kernel} {e.us:.2f} us ({', '.join(f'{k}={v}' for k, v in e.config.items())}{before})")
+    return f"{result.job}: {'; '.join(parts)}"

@@ -1,0 +1,1 @@
+"""How speed is measured: inputs like those of a decode step, and the clock. For `autotune` and the benchmarks."""

@@ -1,0 +1,51 @@
+"""The configurations that autotune measures: those that fit, thinned out by what sweeps on an H200 have taught."""
+
+import itertools
+
+from jax_warp_decode import tuning
+from jax_warp_decode.errors import ArgumentError
+from jax_warp_decode.explain import KERNELS
+from jax_warp_decode.kernels.tile import RowTile
+
+LANES = (32, 16, 8)
+ROWS = (1, 2, 3, 4)
+# Loads of 16 bytes that a lane has in flight, and how many candidates of each are taken per round.
+IN_FLIGHT = {16: 3, 8: 3, 12: 2, 4: 1, 24: 1}
+MOST_WASTE = 0.34  # of a row that a last step reads twice, see tile.pick_tile
+MOST = 16
+
+
+def candidates(kernel: str, *, T: int, K: int, H: int, I: int, itemsize: int, most: int = MOST) -> list:
+    """At most `most` configurations of a kernel that fit a shape, the heuristic's first.
+
+    Example:
+      >>> from jax_warp_decode.kernels import DownConfig
+      >>> from jax_warp_decode.measure.candidates import candidates
+      >>> found = candidates("moe_down", T=1, K=8, H=2048, I=768, itemsize=1, most=3)
+      >>> len(found), found[0] == DownConfig.heuristic(T=1, K=8, H=2048, I=768, itemsize=1)
+      (3, True)
+    """
+    kind = KERNELS[kernel]
+    by_loads = {loads: [] for loads in IN_FLIGHT}
+    for lanes, rows, loads in itertools.product(LANES, ROWS, IN_FLIGHT):
+        cols, weights, passes = (H, 2, 1) if kernel == "moe_gate_up" else (I, 1, K)
+        tile = RowTile(cols, itemsize, lanes, rows)
+        steps, (unroll, rest) = passes * tile.steps, divmod(loads, weights * rows)
+        if rest or not unroll:
+            continue
+        config = kind(lanes, rows, min(unroll, steps))
+        try:
+            tuning.check_fits(kernel, config, H=H, I=I, itemsize=itemsize)
+        except ArgumentError:
+            continue
+        waste = tile.steps * tile.step / cols - 1
+        if waste <= MOST_WASTE:
+            # What a last, shorter group of steps leaves unused, and what a last step reads twice.
+            by_loads[loads].append((waste + -steps % config.unroll / steps, -lanes, rows, config))
+    ranked = []
+    for loads, share in IN_FLIGHT.items():
+        for place, (*cost, config) in enumerate(sorted(by_loads[loads], key=lambda c: c[:-1])):
+            ranked.append((place // share, config))
+    ranked.sort(key=lambda r: r[0])  # stable: within a round, in the order of IN_FLIGHT
+    heuristic = kind.heuristic(T, K, H, I, itemsize)
+    return list(dict.fromkeys([heuristic, *(config for _, config in ranked)]))[:most]

@@ -1,0 +1,194 @@
+"""Files of measured kernel configurations: one kind of GPU each, JSON, checked when read, replaced as a whole.
+
+    {"schema": 1, "device_kind": "NVIDIA H200", "configs": [
+    {"kernel": "moe_down", "format": "bf16", "H": 2048, "I": 768, "K": 8, "T": 1,
+     "config": {"lanes": 32, "rows": 2, "unroll": 4}, "us": 7.4, ...}
+    ]}
+
+An entry has the fields of `Entry`. Two places are read: the user's file, see `user_file`, and the package's own.
+"""
+
+import dataclasses
+import datetime
+import functools
+import importlib.resources
+import json
+import os
+import pathlib
+import re
+import tempfile
+
+from jax_warp_decode.errors import ArgumentError
+
+SCHEMA = 1
+VARIABLE = "JAX_WARP_DECODE_TUNED"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A measured configuration, one entry of a file.
+
+    Attributes:
+      kernel, format, H, I, K, T: what was measured.
+      config: fields of the kernel's config class, fastest candidate.
+      us: microseconds per layer spent in this kernel.
+      heuristic_us: the same with the heuristic's configuration.
+      runner_up, runner_up_us: the second fastest candidate, None if there was one only.
+      jax: version of jax that compiled it.
+      date: UTC, ISO 8601.
+    """
+
+    kernel: str
+    format: str
+    H: int
+    I: int
+    K: int
+    T: int
+    config: dict
+    us: float
+    heuristic_us: float | None
+    runner_up: dict | None
+    runner_up_us: float | None
+    jax: str
+    date: str
+
+    @property
+    def shape(self) -> tuple:
+        return self.kernel, self.format, self.H, self.I, self.K
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A file of measured configurations for one kind of GPU: entries by (kernel, format, H, I, K), then by T."""
+
+    path: pathlib.Path
+    device_kind: str
+    shapes: dict[tuple, dict[int, Entry]]
+
+
+def slug(device_kind: str) -> str:
+    """The file name of a kind of GPU.
+
+    Example:
+      >>> from jax_warp_decode.tuned_table import slug
+      >>> slug("NVIDIA H200")
+      'nvidia-h200'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-")
+
+
+def user_file(device_kind: str) -> pathlib.Path:
+    """Where the user's measurements are: the path in the environment variable JAX_WARP_DECODE_TUNED if it is set.
+
+    Else `jax_warp_decode/tuned/<device>.json` in the user's cache folder, which is $XDG_CACHE_HOME or ~/.cache.
+    """
+    if named := os.environ.get(VARIABLE):
+        return pathlib.Path(named)
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return pathlib.Path(cache, "jax_warp_decode", "tuned", f"{slug(device_kind)}.json")
+
+
+def user_table(device_kind: str) -> Table | None:
+    """The user's measurements, None if there are none.
+
+    Raises:
+      ArgumentError: the file is corrupt, of another schema or of another kind of GPU, or JAX_WARP_DECODE_TUNED names a
+        file that does not exist.
+    """
+    path = user_file(device_kind)
+    table = read_table(path, device_kind)
+    if table is None and os.environ.get(VARIABLE):
+        raise refused(path, "does not exist")
+    return table
+
+
+def packaged_table(device_kind: str) -> Table | None:
+    """The measurements that ship with the package for this kind of GPU, None if there are none."""
+    return read_table(packaged_file(device_kind), device_kind)
+
+
+def packaged_file(device_kind: str) -> pathlib.Path:
+    """Where the package has its measurements for this kind of GPU, whether there are any or not."""
+    return pathlib.Path(str(importlib.resources.files("jax_warp_decode"))) / "data/tuned" / f"{slug(device_kind)}.json"
+
+
+def read_table(path: pathlib.Path, device_kind: str) -> Table | None:
+    """A checked file, None if it does not exist. It is parsed once, and again when it has changed.
+
+    Raises:
+      ArgumentError: the file is corrupt, of another schema or of another kind of GPU.
+    """
+    try:
+        found = os.stat(path)
+        table = _parse(path, (found.st_mtime_ns, found.st_size, found.st_ino))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise refused(path, f"cannot be read ({error.strerror})") from None
+    if table.device_kind != device_kind:
+        raise refused(path, f"was measured on {table.device_kind!r}, this GPU is {device_kind!r}")
+    return table
+
+
+@functools.lru_cache(maxsize=8)
+def _parse(path: pathlib.Path, version: tuple) -> Table:
+    """`version` changes when the file does."""
+    try:
+        content = json.loads(path.read_bytes())
+        schema = content["schema"]
+        if schema != SCHEMA:
+            raise refused(path, f"has schema {schema!r}, expected {SCHEMA}")
+        table = Table(path, content["device_kind"], {})
+        for fields in content["configs"]:
+            entry = Entry(**fields)
+            sizes = [type(n) is int and n > 0 for n in (entry.H, entry.I, entry.K, entry.T)]
+            if not (all(sizes) and isinstance(entry.config, dict) and isinstance(entry.date, str)):
+                raise ValueError(f"an entry reads {fields}")
+            table.shapes.setdefault(entry.shape, {})[entry.T] = entry
+        if not isinstance(table.device_kind, str):
+            raise ValueError(f"device_kind is {table.device_kind!r}")
+    except ArgumentError:
+        raise
+    except KeyError as error:
+        raise refused(path, f"has no {error}") from None
+    except (ValueError, TypeError) as error:  # not JSON, or JSON of another shape
+        raise refused(path, f"is no table of tuned configurations ({error})") from None
+    return table
+
+
+def refused(path: pathlib.Path, what: str) -> ArgumentError:
+    """The error about a file that cannot be used."""
+    return ArgumentError(f"tuned configurations: {path} {what}; delete the file, write it anew with 'jax-warp-decode "
+                         f"autotune', or change the environment variable {VARIABLE}, which names another")
+
+
+def write_entries(path: pathlib.Path, device_kind: str, entries: list[Entry]) -> None:
+    """Adds measurements to a file, which is made if need be; those of the same shape and T are replaced.
+
+    The file changes at once or not at all: it is written beside the old one and then takes its name.
+
+    Raises:
+      ArgumentError: the file exists and is corrupt, of another schema or of another kind of GPU; it stays as it is.
+      OSError: the folder cannot be written.
+    """
+    old = read_table(path, device_kind)
+    merged = {(*e.shape, e.T): e for by_tokens in (old.shapes.values() if old else ()) for e in by_tokens.values()}
+    merged |= {(*e.shape, e.T): e for e in entries}
+    lines = ",\n".join(json.dumps(dataclasses.asdict(merged[key])) for key in sorted(merged))
+    text = f'{{"schema": {SCHEMA}, "device_kind": {json.dumps(device_kind)}, "configs": [\n{lines}\n]}}\n'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)  # a temporary file is its owner's alone
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def now() -> str:
+    """The date of an `Entry`."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

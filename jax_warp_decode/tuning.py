@@ -1,0 +1,134 @@
+"""Which configuration a kernel runs with: a measured one where there is one, a rule of thumb elsewhere.
+
+The first source that has an answer wins:
+
+1. the kernel's `config` argument, or an enclosing `override`;
+2. the user's file, written by `jax-warp-decode autotune`, see `tuned_table.user_file`;
+3. the table that ships with the package for this kind of GPU, `data/tuned/<device>.json`;
+4. the heuristic of the kernel's config class.
+
+Measurements belong to a kernel, a weight format, H, I, K and a number of tokens T. Another T takes the measured one
+that is nearest on a log scale (the smaller of two equally near), if they differ by a factor of two at most; any other
+shape takes the heuristic. Files speak for one kind of GPU only, and without a GPU none is read.
+
+All of it is decided while JAX traces, so that a compiled function keeps its configurations. A file is read when a
+kernel is first traced and again when it has changed; functions that are compiled by then do not change with it. An
+`override` is part of the key of JAX's compilation cache.
+"""
+
+import dataclasses
+
+import jax
+
+from jax_warp_decode.errors import ArgumentError
+from jax_warp_decode.kernels import checks
+from jax_warp_decode.kernels.tile import RowTile
+from jax_warp_decode.tuned_table import Entry, Table, packaged_table, refused, user_table
+
+MOST_RATIO = 2  # between the T that is asked for and the T that was measured
+# The weight of a kernel, the length of its rows and their number.
+WALKS = {"moe_gate_up": ("w_gate", "H", "I"), "moe_down": ("w_down", "I", "H")}
+
+_overrides = jax.make_user_context(default_value=())
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A configuration and where it comes from, in words."""
+
+    config: object
+    source: str
+
+
+def override(*configs):
+    """A context in which kernels that are traced take these configurations, one per config class.
+
+    Works through `moe` and the layers, which have no `config` argument. The innermost context wins.
+
+    Raises:
+      ArgumentError: something that is no kernel configuration.
+
+    Example:
+      >>> from jax_warp_decode import tuning
+      >>> from jax_warp_decode.kernels import DownConfig
+      >>> with tuning.override(DownConfig(lanes=32, rows=1, unroll=4)):
+      ...     tuning.find("moe_down", DownConfig, None, format="bf16", itemsize=2, T=1, K=8, H=2048, I=768)
+      Found(config=DownConfig(lanes=32, rows=1, unroll=4), source='tuning.override')
+    """
+    for config in configs:
+        if not (dataclasses.is_dataclass(config) and hasattr(type(config), "heuristic")):
+            raise ArgumentError(
+                f"configs: got {config!r}, expected a kernel configuration such as GateUpConfig or DownConfig")
+    return _overrides((*configs, *_overrides.value))
+
+
+def find(kernel: str, kind: type, config, *, format: str, itemsize: int, T: int, K: int, H: int, I: int) -> Found:
+    """The configuration of one kernel call, see the module docstring.
+
+    Args:
+      kernel: "moe_gate_up" or "moe_down", a key of `WALKS`.
+      kind: its config class, with a classmethod `heuristic(T, K, H, I, itemsize)`.
+      config: the caller's own choice, or None.
+      format: of the weights, see `experts.weight_format`.
+      itemsize: bytes per stored weight.
+      T, K, H, I: tokens, experts per token, hidden and intermediate size.
+
+    Raises:
+      ArgumentError: a file that cannot be used; it is named, with the way out.
+    """
+    if config is not None:
+        return Found(config, "the config argument")
+    for config in _overrides.value:
+        if isinstance(config, kind):
+            return Found(config, "tuning.override")
+    device = device_kind()
+    if device is None:
+        return Found(kind.heuristic(T, K, H, I, itemsize), "heuristic: no GPU, so no measurement applies")
+    for table in (user_table(device), packaged_table(device)):
+        measured = table and table.shapes.get((kernel, format, H, I, K))
+        nearest = measured and nearest_tokens(measured, T)
+        if nearest:
+            entry = measured[nearest]
+            found = _make(kind, entry, table, itemsize)
+            return Found(found, f"{table.path}, measured with T={nearest}, jax {entry.jax}, {entry.date[:10]}")
+    return Found(kind.heuristic(T, K, H, I, itemsize),
+                 f"heuristic: nothing measured on {device} for {format} H={H} I={I} K={K} near T={T}")
+
+
+def device_kind() -> str | None:
+    """The kind of GPU that measurements must belong to; None if the default backend is no GPU."""
+    return jax.devices()[0].device_kind if jax.default_backend() == "gpu" else None
+
+
+def nearest_tokens(measured, T: int) -> int | None:
+    """The measured T that speaks for T, or None.
+
+    Example:
+      >>> from jax_warp_decode.tuning import nearest_tokens
+      >>> [nearest_tokens([1, 2, 8], T) for T in (1, 3, 4, 5, 16, 17)]
+      [1, 2, 2, 8, 8, None]
+    """
+    ratio = lambda m: max(m / T, T / m)
+    best = min(measured, key=lambda m: (ratio(m), m))
+    return best if ratio(best) <= MOST_RATIO else None
+
+
+def check_fits(kernel: str, config, *, H: int, I: int, itemsize: int) -> None:
+    """Raises `ArgumentError` if a configuration does not divide the work of a kernel."""
+    weight, cols, n = WALKS[kernel]
+    sizes = dict(H=H, I=I)
+    checks.config_fits(weight, RowTile(sizes[cols], itemsize, config.lanes, config.rows), sizes[n], config.unroll)
+
+
+def _make(kind: type, entry: Entry, table: Table, itemsize: int):
+    fields = {f.name: f.type for f in dataclasses.fields(kind)}
+    wrong = [name for name, value in entry.config.items() if not isinstance(value, fields.get(name, ()))]
+    if wrong:
+        raise refused(table.path, f"holds {wrong[0]}={entry.config[wrong[0]]!r} for {entry.kernel}, expected the "
+                                  f"fields {sorted(fields)} of {kind.__name__}")
+    try:
+        config = kind(**entry.config)
+        check_fits(entry.kernel, config, H=entry.H, I=entry.I, itemsize=itemsize)
+    except (ArgumentError, TypeError) as error:
+        raise refused(table.path, f"holds a configuration that does not fit ({error})") from None
+    return config
