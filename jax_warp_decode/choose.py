@@ -7,18 +7,32 @@ import jax.numpy as jnp
 
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import ExpertWeights
-from jax_warp_decode.kernels import checks
-from jax_warp_decode.paths import expert_centric, grouped_gemm
+from jax_warp_decode.kernels import checks, shared_common
+from jax_warp_decode.paths import expert_centric, grouped_gemm, shared_decode
 
-STRATEGIES = ("warp_decode", "expert_centric", "reference")
+STRATEGIES = ("warp_decode", "shared_decode", "expert_centric", "reference")
 
-# Compute capabilities that Pallas Mosaic GPU compiles these kernels for. 9.0 was measured (H200), 10.x only compiled.
+# Compute capabilities that Pallas Mosaic GPU compiles the warp-decode kernels for. 9.0 was measured (H200), 10.x only
+# compiled.
 CAPABILITIES = ("9.0", "10.0", "10.3")
 
-# Most (token, slot) pairs per expert for which warp decode is taken, by weight format. On an H200 it is still faster
-# at 2 pairs with two-byte weights. With MXFP8, which expert_centric must widen on every call, it is 7 times as fast at
-# 2 pairs; 12 is extrapolated from there (bench/NOTES.md).
-CROSSOVER = {"bf16": 2.0, "f16": 2.0, "mxfp8": 12.0}
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Most (token, slot) pairs per expert for which a strategy is taken, from an H200 (bench/NOTES.md).
+
+    Attributes:
+      warp: up to here, warp_decode is the fastest.
+      shared: up to here, shared_decode is.
+      warp_alone: up to here, warp_decode is faster than expert_centric, for what shared_decode cannot take.
+    """
+
+    warp: float
+    shared: float
+    warp_alone: float
+
+
+CROSSOVER = {"bf16": Limits(0.75, 8.0, 2.0), "f16": Limits(2.0, 0.0, 2.0), "mxfp8": Limits(1.0, 16.0, 12.0)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +60,16 @@ def no_gpu_reason() -> str:
 
 def available_strategies() -> dict[str, str]:
     """Every strategy with an empty string if it can run on the default device, else the reason why not."""
-    return {"warp_decode": no_gpu_reason(), "expert_centric": grouped_gemm.device_refusal(), "reference": ""}
+    return {"warp_decode": no_gpu_reason(), "shared_decode": no_gpu_reason() or shared_common.device_refusal(),
+            "expert_centric": grouped_gemm.device_refusal(), "reference": ""}
 
 
 def _shape_reason(experts: ExpertWeights, x_dtype) -> str:
     """Why the kernels cannot take these operands, or an empty string."""
     if jnp.dtype(x_dtype) not in checks.HALF:
         return f"x is {jnp.dtype(x_dtype)}, the kernels take bfloat16 or float16"
+    if experts.w_gate is None:
+        return "the experts have no gate projection, the kernels need one"
     try:
         itemsize = checks.weight_itemsize("w_gate", experts.w_gate)
         checks.dimensions("w_gate", experts.hidden, experts.intermediate, itemsize)
@@ -91,31 +108,37 @@ def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
       >>> from jax_warp_decode import ExpertWeights, choose
       >>> w = jax.ShapeDtypeStruct((8, 64, 64), jnp.bfloat16)
       >>> choose(1, ExpertWeights(w, w, w), experts_per_token=2, x_dtype=jnp.bfloat16, interpret=True)
-      Choice(strategy='warp_decode', reason='1 tokens x 2 slots on 8 experts: 0.25 pairs per expert, at most 2.0')
+      Choice(strategy='warp_decode', reason='1 tokens x 2 slots on 8 experts: 0.25 pairs per expert')
     """
     if strategy not in ("auto", *STRATEGIES):
         raise ArgumentError(f"strategy: got {strategy!r}, expected 'auto' or one of {list(STRATEGIES)}")
-    if strategy == "reference":
+    no_gpu = "" if interpret else no_gpu_reason()
+    refused = {
+        "warp_decode": no_gpu or _shape_reason(experts, x_dtype),
+        "shared_decode": no_gpu or shared_decode.refusal(tokens, experts_per_token, experts, x_dtype),
+        "expert_centric": _grouped_gemm_reason(experts, x_dtype),
+        "reference": ""}
+    if strategy != "auto":
+        if refused[strategy]:
+            raise UnsupportedError(f"strategy: {strategy!r} cannot run: {refused[strategy]}")
         return Choice(strategy, "asked for")
-    conventional = _grouped_gemm_reason(experts, x_dtype)
-    if strategy == "expert_centric":
-        if conventional:
-            raise UnsupportedError(conventional)
-        return Choice(strategy, "asked for")
-    refused = ("" if interpret else no_gpu_reason()) or _shape_reason(experts, x_dtype)
-    if strategy == "warp_decode":
-        if refused:
-            raise UnsupportedError(f"strategy: 'warp_decode' cannot run: {refused}")
-        return Choice(strategy, "asked for")
-    if refused and conventional:
-        return Choice("reference", f"warp_decode cannot run: {refused}; expert_centric cannot run: {conventional}")
-    if refused:
-        return Choice("expert_centric", f"warp_decode cannot run: {refused}")
     load = tokens * experts_per_token / experts.num_experts
+    order = _by_speed(load, CROSSOVER.get(experts.format, Limits(0, 0, 0)))
+    chosen = next(name for name in order if not refused[name])
+    skipped = [f"{name} cannot run: {refused[name]}" for name in order[:order.index(chosen)]]
+    # One reason is enough where the same one holds for several.
+    reasons = [why for i, why in enumerate(skipped) if why.split(": ", 1)[1] not in " ".join(skipped[:i])]
     pairs = f"{tokens} tokens x {experts_per_token} slots on {experts.num_experts} experts: {load:.3g} pairs per expert"
-    most = CROSSOVER[experts.format]
-    if load > most and conventional:
-        return Choice("warp_decode", f"{pairs}, more than {most}, but expert_centric cannot run: {conventional}")
-    if load > most:
-        return Choice("expert_centric", f"{pairs}, more than {most}")
-    return Choice("warp_decode", f"{pairs}, at most {most}")
+    return Choice(chosen, "; ".join([pairs, *reasons]))
+
+
+def _by_speed(load: float, limits: Limits) -> list[str]:
+    """The strategies, fastest first, at so many pairs per expert."""
+    if load <= limits.warp:
+        return ["warp_decode", "shared_decode", "expert_centric", "reference"]
+    if load <= limits.shared:
+        rest = ["warp_decode", "expert_centric"] if load <= limits.warp_alone else ["expert_centric", "warp_decode"]
+        return ["shared_decode", *rest, "reference"]
+    if load <= limits.warp_alone:
+        return ["warp_decode", "expert_centric", "reference"]
+    return ["expert_centric", "shared_decode", "warp_decode", "reference"]

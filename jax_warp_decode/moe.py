@@ -3,14 +3,18 @@
 import jax
 import jax.numpy as jnp
 
-from jax_warp_decode.activations import get_activation
+from jax_warp_decode import batch_axes, varying
+from jax_warp_decode.activations import Activation, get_activation
 from jax_warp_decode.choose import choose, no_gpu_reason
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import DENSE_FORMATS, ExpertWeights
-from jax_warp_decode.paths import expert_centric, reference, warp_decode
+from jax_warp_decode.kernels import checks
+from jax_warp_decode.kernels.expert_index import check_layer
+from jax_warp_decode.paths import expert_centric, reference, shared_decode, warp_decode
 from jax_warp_decode.routing import Routing
 
 ACTIVATION_FORMATS = (None, "mxfp8")
+KERNEL_PATHS = {"warp_decode": warp_decode, "shared_decode": shared_decode}  # they take stacked layers, and interpret
 
 
 def moe(
@@ -18,28 +22,34 @@ def moe(
     routing: Routing,
     experts: ExpertWeights,
     *,
-    activation: str = "silu",
+    layer: jax.Array | int | None = None,
+    activation: str | Activation = "silu",
     strategy: str = "auto",
     activation_format: str | None = None,
+    out_dtype=None,
     interpret: bool = False,
 ) -> jax.Array:
     """Routed experts of one layer: y[t] = sum_k weights[t, k] * expert_{ids[t, k]}(x[t]).
 
     Args:
-      x: [T, H] bfloat16, float16 or float32.
-      routing: `Routing` with ids [T, K] and weights [T, K]; a slot whose id lies outside [0, E) adds exactly 0, and
-        ids may repeat.
+      x: [T, H] bfloat16, float16 or float32, or any number of leading axes, [..., H].
+      routing: `Routing` with ids and weights [T, K], or [..., K] with the leading axes of x; a slot whose id lies
+        outside [0, E) adds exactly 0, and ids may repeat.
       experts: `ExpertWeights`, all three tensors in one format.
-      activation: name in `ACTIVATIONS`.
+      layer: with the stacked weights of L layers, [L, E, ..], the layer to run: an integer scalar, may be traced (the
+        index of a `lax.scan` over the layers). The decode strategies read the stack in place, the others slice the
+        layer out of it, which may copy it. A layer that is not known to be outside [0, L) but is yields y = 0.
+      activation: name in `ACTIVATIONS`, or an `Activation` of your own, such as `SwiGLU("mine", limit=12.0)`.
       strategy: "auto" picks by batch size and device, see `choose`; "warp_decode" (few tokens, NVIDIA GPU),
-        "expert_centric" (many tokens, training; Hopper GPUs and CPUs) or "reference" (float32, slow, any device) run or
+        "shared_decode" (tokens that share experts, Hopper GPU), "expert_centric" (many tokens, training; Hopper GPUs and CPUs) or "reference" (float32, slow, any device) run or
         raise. Under vmap the batch size is that of one mapped call.
       activation_format: None, or "mxfp8" to quantise the activations before both projections, as conventional MXFP8
         serving does; "expert_centric" only.
+      out_dtype: dtype of y: bfloat16, float16 or float32; None takes that of x.
       interpret: run the kernels of "warp_decode" on the CPU, for tests; "auto" then chooses as on a GPU.
 
     Returns:
-      y [T, H] in x.dtype; accumulated in float32, rounded once.
+      y in the shape of x and in out_dtype; accumulated in float32, rounded once.
 
     Raises:
       ArgumentError: wrong rank, shape, dtype or name, at trace time.
@@ -57,9 +67,13 @@ def moe(
       >>> y.shape, str(y.dtype)
       ((2, 128), 'bfloat16')
     """
+    return apply(x, routing, experts, layer=layer, activation=activation, strategy=strategy,
+                 activation_format=activation_format, out_dtype=out_dtype, interpret=interpret, whole=True)
+
+
+def apply(x, routing, experts, *, layer, activation, strategy, activation_format, out_dtype, interpret, whole):
+    """`moe`, also for one device's share of the experts (`whole` False), which may be fewer than a token's slots."""
     x = jnp.asarray(x)
-    if x.ndim != 2:
-        raise ArgumentError(f"x: got shape {x.shape}, expected [T, H]; reshape leading axes with x.reshape(-1, H)")
     if jnp.dtype(x.dtype) not in DENSE_FORMATS:
         raise ArgumentError(f"x: got dtype {x.dtype}, expected bfloat16, float16 or float32; cast x")
     if not isinstance(experts, ExpertWeights):
@@ -67,28 +81,50 @@ def moe(
     if not isinstance(routing, Routing):
         raise ArgumentError(f"routing: got {type(routing).__name__}, expected Routing(ids, weights); see route")
     experts.check()
-    if x.shape[1] != experts.hidden:
-        raise ArgumentError(f"x: got shape {x.shape}, expected [T, {experts.hidden}] to match w_gate [E, I, H] "
-                            f"{experts.w_gate.shape}")
+    if (layer is None) != (experts.layers is None):
+        raise ArgumentError(f"layer: got {layer} with w_up {experts.w_up.shape}, expected an integer scalar with "
+                            "stacked weights [L, E, I, H], and only then")
+    layer = None if layer is None else check_layer(layer, experts.layers)
+    if x.ndim < 1 or x.shape[-1] != experts.hidden:
+        raise ArgumentError(f"x: got shape {x.shape}, expected [..., {experts.hidden}] to match w_up "
+                            f"{experts.w_up.shape}, H last")
     if activation_format not in ACTIVATION_FORMATS:
         raise ArgumentError(f"activation_format: got {activation_format!r}, expected one of {ACTIVATION_FORMATS}")
+    shape = x.shape
+    x, routing = batch_axes.merge(x, routing)
     routing = routing.check(tokens=x.shape[0], num_experts=experts.num_experts)
+    if whole and routing.ids.shape[1] > experts.num_experts:
+        raise ArgumentError(f"routing.ids: got K = {routing.ids.shape[1]} slots per token, expected at most "
+                            f"E = {experts.num_experts}, the experts; a share of them goes through `moe_local`")
     act = get_activation(activation)
+    out_dtype = checks.out_dtype(x.dtype if out_dtype is None else out_dtype)
+    if act.gated != (experts.w_gate is not None):
+        got, want = ("None", "a gate projection") if act.gated else ("an array", "None")
+        raise ArgumentError(f"experts.w_gate: got {got}, expected {want} for activation {act.name!r}")
     if activation_format and strategy == "auto":
         strategy = "expert_centric"
     try:
         choice = choose(x.shape[0], experts, experts_per_token=routing.ids.shape[1], x_dtype=x.dtype, strategy=strategy,
                         interpret=interpret)
     except UnsupportedError as error:
-        if strategy != "warp_decode" or interpret or not no_gpu_reason():
+        if strategy not in KERNEL_PATHS or interpret or not no_gpu_reason():
             raise
         raise UnsupportedError(f"{error}; or pass interpret=True to run the kernels slowly on the CPU") from None
     if activation_format and choice.strategy != "expert_centric":
         raise ArgumentError(f"activation_format: got {activation_format!r} with strategy {choice.strategy!r}, which "
                             "never quantises activations; use strategy='expert_centric' or activation_format=None")
+    operands = x, routing, experts
+    if layer is not None and choice.strategy not in KERNEL_PATHS:
+        exists = (layer >= 0) & (layer < experts.layers)
+        routing = Routing(jnp.where(exists, routing.ids, jnp.int32(-1)), routing.weights)
+        experts = experts[layer]
     with jax.named_scope(f"moe_{choice.strategy}"):
-        if choice.strategy == "warp_decode":
-            return warp_decode.run(x, routing, experts, activation=act, interpret=interpret)
-        if choice.strategy == "expert_centric":
-            return expert_centric.run(x, routing, experts, activation=act, activation_format=activation_format)
-        return reference.run(x, routing, experts, activation=act)
+        if choice.strategy in KERNEL_PATHS:
+            y = KERNEL_PATHS[choice.strategy].run(
+                x, routing, experts, activation=act, layer=layer, out_dtype=out_dtype, interpret=interpret)
+        elif choice.strategy == "expert_centric":
+            y = expert_centric.run(x, routing, experts, activation=act, out_dtype=out_dtype,
+                                   activation_format=activation_format)
+        else:
+            y = reference.run(x, routing, experts, activation=act, out_dtype=out_dtype)
+    return varying.like(y, operands).reshape(shape)  # inside shard_map, JAX takes a kernel's result for replicated

@@ -12,7 +12,8 @@ from jax_warp_decode.choose import Choice, available_strategies, choose
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.experts import ExpertWeights
 from jax_warp_decode.moe import moe
-from jax_warp_decode.routing import Routing, route
+from jax_warp_decode.route_tokens import route_tokens
+from jax_warp_decode.routing import Routing
 
 DEFAULT_KERNEL_INIT = nnx.initializers.lecun_normal()  # as nnx.Linear
 
@@ -136,12 +137,13 @@ class MoE(nnx.Module):
             tokens, self.experts, experts_per_token=self.num_experts_per_token,
             x_dtype=self.dtype or x_dtype or self.router.get_value().dtype, strategy=self.strategy)
 
-    def route(self, x: jax.Array) -> Routing:
-        """Routing of tokens x [T, H]: logits, softmax, choice and weights in float32 at every batch size."""
-        logits = jnp.einsum(
-            "th,eh->te", x.astype(jnp.float32), self.router.get_value().astype(jnp.float32),
-            precision=jax.lax.Precision.HIGHEST)
-        return route(logits, self.num_experts_per_token, renormalize=self.renormalize)
+    def route(self, x: jax.Array, strategy: str = "xla") -> Routing:
+        """Routing of tokens x [T, H]: logits, softmax, choice and weights in float32 at every batch size.
+
+        Only strategy "xla" has gradients, see `route_tokens`.
+        """
+        return route_tokens(x, self.router.get_value(), self.num_experts_per_token, renormalize=self.renormalize,
+                            strategy=strategy)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Applies the layer to x [..., H]; returns [..., H] in `dtype`, or that of x.
@@ -159,5 +161,6 @@ class MoE(nnx.Module):
         experts.check()
         # Refused here, a strategy comes without the hint of `moe` at an option that the layer does not have.
         strategy = self.choice(tokens.shape[0], tokens.dtype).strategy
-        y = moe(tokens, self.route(tokens), experts, activation=self.activation, strategy=strategy)
+        routing = self.route(tokens, "auto" if strategy == "warp_decode" else "xla")
+        y = moe(tokens, routing, experts, activation=self.activation, strategy=strategy)
         return y.reshape(x.shape)

@@ -1,0 +1,121 @@
+"""moe_down_shared: p[t, k] = w_down[e] @ h[t, k] with e = ids[t, k], each expert read once."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_warp_decode import compat
+from jax_warp_decode.errors import UnsupportedError
+from jax_warp_decode.experts import Weight
+from jax_warp_decode.gradients import without_gradient
+from jax_warp_decode.kernels import checks, shared_common, shared_stream
+from jax_warp_decode.kernels.expert_index import ExpertIndex
+from jax_warp_decode.kernels.shared_common import SharedConfig
+from jax_warp_decode.routing import float32_weights, int32_ids
+
+THREADS = 128  # of a warpgroup
+
+
+def moe_down_shared(
+    h: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    w_down: Weight,
+    *,
+    layer: jax.Array | int | None = None,
+    out_dtype=jnp.bfloat16,
+    config: SharedConfig | None = None,
+    interpret=False,
+) -> jax.Array:
+    """Down projection of every routed slot with one read of every touched expert, then a token's weighted sum.
+
+    The products of all slots go to a float32 [T * K, H] temporary; a second small kernel adds a token's slots in order,
+    so that a token's result does not depend on the rest of the batch.
+
+    Args:
+      h: float32 [T, K, I] from `moe_gate_up_shared`, rounded to bfloat16 for the product; to float16 with
+        a scale of its row for MXFP8, see `shared_mxfp8`.
+      ids: [T, K] integer expert ids. A slot whose id lies outside [0, E) adds exactly 0, whatever its weight and its
+        row of h hold.
+      weights: [T, K] routing weights, used in float32.
+      w_down: [E, H, I] bfloat16 or MXFP8 `QuantizedArray`; H and I multiples of 64, H at least 128.
+      layer: with weights of several layers, [L, E, H, I], the one to read: an integer scalar, may be traced. Nothing is
+        copied. A layer outside [0, L) yields 0.
+      out_dtype: dtype of the result.
+      config: `SharedConfig`; None takes `SharedConfig.heuristic`.
+      interpret: True (or `InterpretGPUParams`) runs the kernel on the CPU, for tests.
+
+    Returns:
+      y [T, H] in `out_dtype`, rounded once from the float32 sum.
+
+    Raises:
+      ArgumentError: wrong rank, shape or dtype, or a config that does not fit.
+      UnsupportedError: sizes, formats or a device that the kernel cannot use.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_warp_decode.kernels.shared_down import moe_down_shared
+      >>> h, w = jnp.ones((1, 2, 64), jnp.float32), jnp.ones((4, 128, 64), jnp.bfloat16) / 64
+      >>> y = moe_down_shared(h, jnp.array([[3, -1]]), jnp.array([[0.5, 9.0]]), w, interpret=True)
+      >>> y.shape, float(y[0, 0])
+      ((1, 128), 0.5)
+    """
+    ids, out_dtype = int32_ids(ids, "ids"), checks.out_dtype(out_dtype)
+    weights = float32_weights(weights, "weights")
+    index = ExpertIndex.of("w_down", w_down, layer)
+    layers, E = index.operands(layer), index.num_experts
+    T, K, H, I = checks.down_shapes(h, ids, weights, w_down, index)
+    if h.dtype != jnp.float32:
+        raise UnsupportedError(f"h: got {h.dtype}, 'shared_decode' passes float32 between its kernels; cast h")
+    itemsize = shared_common.half_weight_itemsize("w_down", w_down)
+    if T * K == 0:
+        return jnp.zeros((T, H), out_dtype)
+    config = shared_common.check_sizes("w_down", H, I, T, K, E, itemsize, 1, config)
+    interpret = compat.interpret_params(interpret)
+    kernel = shared_stream.build(
+        "moe_down_shared", T * K, T * K, index, H, I, itemsize, 1, _as_is, True, config,
+        shared_common.grid_size(config, interpret), interpret)
+    operands = shared_common.weight_operands(index.flatten(w_down))
+    products = kernel(ids.reshape(-1), h.reshape(T * K, I), *layers, *operands)
+    return _build_sum(T, K, index, H, out_dtype, interpret)(ids.reshape(-1), weights.reshape(-1), products, *layers)
+
+
+def _as_is(product: jax.Array) -> jax.Array:
+    return product
+
+
+@functools.cache
+def _build_sum(T: int, K: int, index: ExpertIndex, H: int, out_dtype, interpret):
+    """The kernel (ids [T * K], weights [T * K], products [T * K, H], *layer) -> y [T, H]; a CTA: a piece of a row."""
+    vec = next(v for v in (4, 2, 1) if THREADS * v <= H)
+    size = THREADS * vec
+    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=vec)
+
+    def body(ids_ref, weights_ref, products_ref, *refs):
+        *layer_refs, y_ref = refs
+        token = lax.axis_index("token")
+        # The last piece may overlap another, and then stores the same.
+        piece = pl.ds(jnp.minimum(lax.axis_index("piece") * size, H - size), size)
+        slots = [token * K + k for k in range(K)]
+        routed = [index.lookup(ids_ref, s, layer_refs)[1] for s in slots]
+        weights = [weights_ref[s] for s in slots]
+        rows = [plgpu.load(products_ref.at[s, piece], layout=layout, optimized=False) for s in slots]
+        y = plgpu.layout_cast(jnp.zeros((size,), jnp.float32), layout)
+        for is_routed, weight, row in zip(routed, weights, rows, strict=True):
+            # A select, as the rows of slots that are not routed were never written.
+            y = y + jnp.where(lax.broadcast_in_dim(is_routed, (size,), ()), weight * row, jnp.float32(0))
+        compat.store_unaligned(y_ref.at[token, piece], y.astype(out_dtype))
+
+    return without_gradient(jax.jit(plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((T, H), out_dtype),
+        grid=(-(-H // size), T),
+        grid_names=("piece", "token"),
+        kernel_name="moe_sum_slots",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )), f"moe_sum_slots: {checks.NO_GRADIENT}")

@@ -1,0 +1,123 @@
+"""Integers, loops and addresses per thread, for inline Mosaic GPU code that Pallas cannot say."""
+
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, memref
+
+WARPGROUP = 128
+LANES = 32
+
+
+def i32() -> ir.Type:
+    return ir.IntegerType.get_signless(32)
+
+
+class Int:
+    """A 32-bit integer per thread with the operators of Python; division and remainder are unsigned."""
+
+    def __init__(self, value):
+        self.v = arith.constant(i32(), value) if isinstance(value, int) else value
+
+    def _binary(self, op, other):
+        return Int(op(self.v, (other if isinstance(other, Int) else Int(other)).v))
+
+    def __add__(self, other):
+        return self._binary(arith.addi, other)
+
+    def __sub__(self, other):
+        return self._binary(arith.subi, other)
+
+    def __mul__(self, other):
+        return self._binary(arith.muli, other)
+
+    def __floordiv__(self, other):
+        return self._binary(arith.divui, other)
+
+    def __mod__(self, other):
+        return self._binary(arith.remui, other)
+
+    def __xor__(self, other):
+        return self._binary(arith.xori, other)
+
+    def __and__(self, other):
+        return self._binary(arith.andi, other)
+
+    def __or__(self, other):
+        return self._binary(arith.ori, other)
+
+    def __lshift__(self, other):
+        return self._binary(arith.shli, other)
+
+    def __rshift__(self, other):
+        return self._binary(arith.shrui, other)
+
+    def float(self) -> ir.Value:
+        """The same bits as float32."""
+        return arith.bitcast(ir.F32Type.get(), self.v)
+
+    def _compare(self, how, other):
+        return arith.cmpi(how, self.v, (other if isinstance(other, Int) else Int(other)).v)
+
+    def __lt__(self, other):
+        return self._compare(arith.CmpIPredicate.slt, other)
+
+    def __ge__(self, other):
+        return self._compare(arith.CmpIPredicate.sge, other)
+
+    def equals(self, other):
+        return self._compare(arith.CmpIPredicate.eq, other)
+
+    def min(self, other):
+        return self._binary(arith.minsi, other)
+
+    def max(self, other):
+        return self._binary(arith.maxsi, other)
+
+
+def at(ref, i: Int) -> Int:
+    return Int(memref.load(ref, [arith.index_cast(ir.IndexType.get(), i.v)]))
+
+
+def put(ref, i: Int, value: Int) -> None:
+    memref.store(value.v, ref, [arith.index_cast(ir.IndexType.get(), i.v)])
+
+
+def select(condition, a: Int, b: Int) -> Int:
+    return Int(arith.select(condition, a.v, b.v))
+
+
+def loop(count, carry: Int | None = None):
+    """`for i in range(count)` with at most one carried integer."""
+    bound = (count if isinstance(count, Int) else Int(count)).v
+
+    def decorate(body):
+        def inner(i, carried):
+            out = body(Int(i), *map(Int, carried))
+            return [] if out is None else [out.v]
+
+        results = mgpu.fori(bound, [] if carry is None else [carry.v])(inner).results
+        return Int(results[0]) if results else None
+
+    return decorate
+
+
+def thread() -> Int:
+    return Int(mgpu.thread_idx())
+
+
+def meet(threads: int) -> None:
+    """A barrier among all threads of the CTA."""
+    utils.inline_ptx(f"bar.sync 0, {threads};", has_side_effects=True)
+
+
+def address(ref) -> ir.Value:
+    """Address in memory of a reference: 64 bits for global memory, 32 for shared memory."""
+    shared = utils.is_smem_ref(ref)
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32 if shared else 64), utils.memref_ptr(ref))
+
+
+def global_offset(base, row: Int, row_bytes: int, offset: Int) -> ir.Value:
+    wide = ir.IntegerType.get_signless(64)
+    start = arith.muli(arith.extui(wide, row.v), arith.constant(wide, row_bytes))
+    return arith.addi(base, arith.addi(start, arith.extui(wide, offset.v)))

@@ -1,0 +1,108 @@
+"""The shared-decode strategy: every touched expert's weights are read once, for all its tokens. Hopper only."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jax_warp_decode.activations import Activation
+from jax_warp_decode.errors import ArgumentError, UnsupportedError
+from jax_warp_decode.experts import ExpertWeights
+from jax_warp_decode.gradients import without_gradient
+from jax_warp_decode.kernels import shared_common
+from jax_warp_decode.kernels.shared_down import moe_down_shared
+from jax_warp_decode.kernels.shared_gate_up import moe_gate_up_shared
+from jax_warp_decode.routing import Routing
+
+NAME = "shared_decode"
+
+
+def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: Activation, layer=None,
+        out_dtype=None, interpret=False) -> jax.Array:
+    """The routed experts of one layer: x [T, H] -> y [T, H] in out_dtype, None for x.dtype. See `moe`.
+
+    Works under `jit`, `lax.scan` and `vmap` over tokens. The kernels have no derivative: differentiating raises
+    `UnsupportedError`; train through strategy='expert_centric', from the same parameters. `temporary_bytes` says
+    what it allocates.
+
+    Raises:
+      UnsupportedError: the device is no Hopper GPU, or the kernels cannot use the sizes or the format.
+    """
+    if not interpret and (reason := shared_common.device_refusal()):
+        raise UnsupportedError(f"strategy: {NAME!r} cannot run: {reason}")
+    op = without_gradient(_batchable(activation, jnp.dtype(out_dtype or x.dtype), interpret), (
+        f"strategy: {NAME!r} has no gradient; it is a decode path. Use strategy='expert_centric' or 'reference' "
+        "where you differentiate, with the same ExpertWeights"))
+    return op(x, routing, experts, layer)
+
+
+def refusal(tokens: int, experts_per_token: int, experts: ExpertWeights, x_dtype=jnp.bfloat16) -> str:
+    """Why `run` cannot take these sizes and formats on this device, or an empty string. Arrays or their shapes.
+
+    A machine without a GPU refuses nothing by itself, as it may compile for one.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_warp_decode import ExpertWeights
+      >>> w = jax.ShapeDtypeStruct((8, 64, 128), jnp.float16)
+      >>> refusal(16, 2, ExpertWeights(w, w, jax.ShapeDtypeStruct((8, 128, 64), jnp.float16)))[:19]
+      'w_gate: got float16'
+    """
+    if experts.w_gate is None:
+        return "the experts have no gate projection, the kernels need one"
+    if jnp.dtype(x_dtype) != jnp.bfloat16:
+        return f"x is {jnp.dtype(x_dtype)}, the kernels take bfloat16"
+    try:
+        for name, w, matrices in (("w_gate", experts.w_gate, 2), ("w_down", experts.w_down, 1)):
+            itemsize = shared_common.half_weight_itemsize(name, w)
+            shared_common.check_sizes(
+                name, *w.shape[-2:], tokens, experts_per_token, experts.num_experts, itemsize, matrices)
+    except (ArgumentError, UnsupportedError) as error:
+        return str(error)
+    return shared_common.device_refusal()
+
+
+def temporary_bytes(tokens: int, experts_per_token: int, experts: ExpertWeights) -> int:
+    """Device memory that a call takes besides its arguments and result: float32 [T * K, I] and [T * K, H].
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_warp_decode import ExpertWeights
+      >>> w = jax.ShapeDtypeStruct((8, 64, 128), jnp.bfloat16)
+      >>> temporary_bytes(16, 2, ExpertWeights(w, w, jax.ShapeDtypeStruct((8, 128, 64), jnp.bfloat16)))
+      24576
+    """
+    return 4 * tokens * experts_per_token * (experts.intermediate + experts.hidden)
+
+
+@functools.cache
+def _batchable(activation: Activation, out_dtype, interpret):
+    """The layer with a batching rule: mapped tokens become more tokens of one launch."""
+
+    @jax.custom_batching.custom_vmap
+    def op(x, routing, experts, layer):
+        with jax.named_scope("gate_up"):
+            h = moe_gate_up_shared(
+                x, routing.ids, experts.w_gate, experts.w_up, layer=layer, activation=activation,
+                interpret=interpret)
+        with jax.named_scope("down"):
+            return moe_down_shared(
+                h, routing.ids, routing.weights, experts.w_down, layer=layer, out_dtype=out_dtype, interpret=interpret)
+
+    @op.def_vmap
+    def _(size, mapped, x, routing, experts, layer):
+        x_mapped, routing_mapped, *weights_mapped = mapped
+        if any(jax.tree.leaves(weights_mapped)):
+            raise UnsupportedError(
+                f"experts: vmap over expert weights or layers is not supported by strategy {NAME!r}; map over x and "
+                "routing only (in_axes=None for the rest), or loop with lax.scan or lax.map")
+
+        def merged(a, is_mapped):
+            a = a if is_mapped else jnp.broadcast_to(a, (size, *a.shape))
+            return a.reshape(-1, *a.shape[2:])
+
+        flat_x = merged(x, x_mapped)
+        y = op(flat_x, jax.tree.map(merged, routing, routing_mapped), experts, layer)
+        return y.reshape(size, *x.shape[1 if x_mapped else 0:]), True
+
+    return op

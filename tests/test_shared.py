@@ -1,0 +1,232 @@
+"""shared_decode without a GPU: interpreted with race detection against the float64 oracle, lowered and compiled.
+
+The interpreter runs everything but the inline pieces of kernels/shared_simt.py, for which it has plain forms; those
+pieces are compiled here and run in tests/test_gpu_shared.py.
+"""
+
+import functools
+import types
+
+import aot
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from jax_warp_decode import ArgumentError, UnsupportedError
+from jax_warp_decode.activations import get_activation
+from jax_warp_decode.experts import ExpertWeights
+from jax_warp_decode.formats import QuantizedArray
+from jax_warp_decode.kernels import shared_common, shared_mxfp8, shared_simt
+from jax_warp_decode.kernels.shared_common import SharedConfig
+from jax_warp_decode.kernels.shared_down import moe_down_shared
+from jax_warp_decode.kernels.shared_gate_up import moe_gate_up_shared
+from jax_warp_decode.paths import shared_decode
+from jax_warp_decode.routing import Routing
+
+S = jax.ShapeDtypeStruct
+run = functools.partial(shared_decode.run, activation=get_activation("silu"))
+
+
+def assert_close(y, case):
+    oracle.assert_close(y, case, h_dtype="bfloat16", unit=oracle.TENSOR_CORE_UNIT)
+
+
+# ---------------------------------------------------------------------------------------------------------- results
+
+
+def test_layer_matches_the_oracle(interpreter):
+    """Slots that are not routed, NaN in all that must not be read, K = 2 slots on 3 experts."""
+    case = oracle.make_case(
+        1, tokens=2, experts=3, hidden=128, intermediate=64, k=2, weights="mxfp8", pattern="skipped")
+    assert_close(run(*case.args(), interpret=interpreter), case)
+
+
+def stacked(w, layer, layers=3):
+    """[layers, ..] with w in one layer and NaN in the others, what `layer` must not read."""
+    def stack(a):
+        nan = jnp.full(a.shape, 255 if a.dtype == jnp.uint8 else jnp.nan, a.dtype)
+        return jnp.stack([a if n == layer else nan for n in range(layers)])
+
+    return jax.tree.map(stack, w)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "mxfp8"])
+def test_several_passes_warpgroups_a_short_ring_and_stacked_layers(interpreter, weights):
+    """Ten tokens on the same expert take two passes of eight; two warpgroups share the columns."""
+    case = oracle.make_case(2, tokens=10, experts=2, hidden=128, intermediate=128, k=1, weights=weights, pattern="same")
+    x, routing, experts = case.args()
+    w_gate, w_up, w_down = (stacked(w, 1) for w in (experts.w_gate, experts.w_up, experts.w_down))
+    config = SharedConfig(tokens=8, chunk=64, stages=2, warpgroups=2, ctas_per_sm=1)
+    h = moe_gate_up_shared(x, routing.ids, w_gate, w_up, layer=1, config=config, interpret=interpreter)
+    oracle.assert_hidden_close(h, case, unit=oracle.TENSOR_CORE_UNIT)
+    if weights == "bf16":  # the down kernel of the next test has it
+        return
+    y = moe_down_shared(h, routing.ids, routing.weights, w_down, layer=1, config=config, interpret=interpreter)
+    assert_close(y, case)
+
+
+def test_vmap_merges_tokens():
+    """H = 192: the last piece of the sum over slots overlaps another, which race detection would report."""
+    case = oracle.make_case(4, tokens=2, experts=2, hidden=192, intermediate=64, k=1)
+    x, routing, experts = case.args()
+    pairs = jax.tree.map(lambda a: a.reshape(2, 1, *a.shape[1:]), (x, routing))
+    y = jax.vmap(functools.partial(run, interpret=True), in_axes=(0, 0, None))(*pairs, experts)
+    assert_close(np.asarray(y).reshape(x.shape), case)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("exponent", [-120, -30, 0, 40, 127])
+def test_rows_as_float16(exponent, dtype):
+    """Exact (bfloat16) or rounded to 11 bits; far smaller values are within 2^-39 of the row's largest."""
+    rng = np.random.default_rng(exponent + 200)
+    x = rng.uniform(-1, 1, 4096) * np.exp2(exponent - rng.integers(0, 60, 4096))
+    x = np.concatenate([x, [np.exp2(exponent), 0]])
+    x = np.asarray(jnp.asarray(x, jnp.float32).astype(dtype), np.float64)
+    values, factor = shared_mxfp8.to_float16(jnp.asarray(x, dtype))
+    got = np.asarray(values, np.float64) * 2.0 ** (int(factor) - 127 - shared_mxfp8.SHIFT)
+    largest = np.max(np.abs(x))
+    exact, rounding = (-31, 0) if dtype == jnp.bfloat16 else (-28, 2.0**-11 * np.abs(x))
+    normal = np.abs(x) >= np.maximum(2.0**exact * largest, 2.0**-126)  # the CPU flushes smaller float32 to zero
+    assert np.all(np.abs(got - x)[normal] <= np.broadcast_to(rounding, x.shape)[normal])
+    assert np.all(np.abs(got - x) <= rounding + 2.0**-39 * largest + 2.0**-126)
+
+
+def test_rows_with_inf_and_nan_as_float16():
+    x = jnp.array([[jnp.inf, 1.0, -2.0], [jnp.nan, 1.0, 3e38], [1.0, 2.0, 4.0]], jnp.bfloat16)
+    values, factor = (np.asarray(a) for a in shared_mxfp8.to_float16(x))
+    assert np.isposinf(values[0, 0]) and np.isnan(values[1, 0]) and np.isfinite(values[:, 1:]).all()
+    np.testing.assert_array_equal(values[2] * 2.0 ** (factor[2] - 127.0 - shared_mxfp8.SHIFT), [1, 2, 4])
+
+
+@pytest.mark.parametrize("tokens", [8, 24])
+@pytest.mark.parametrize("pattern", ["uniform", "skipped", "same", "repeated", "none"])
+def test_groups(pattern, tokens):
+    """Every routed slot is in exactly one group of its expert, experts ascend, and no group is empty."""
+    ids = oracle.make_ids(np.random.default_rng(tokens), 40, 6, 4, pattern).reshape(-1)
+    expert, first, passes, total = map(np.asarray, shared_common.plan_tables(jnp.asarray(ids), 6, tokens))
+    counts = [np.sum(ids == e) for e in range(6)]
+    want = [(e, q, -(-c // tokens)) for e, c in enumerate(counts) for q in range(-(-c // tokens))]
+    assert total == len(want) <= len(expert) == shared_common.most_groups(len(ids), 6, tokens)
+    got = [(expert[g], g - first[g], passes[g]) for g in range(total)]
+    assert got == want
+
+
+# -------------------------------------------------------------------------------------------------- without running
+
+
+def weight(format, *shape):
+    if format == "bf16":
+        return S(shape, jnp.bfloat16)
+    return QuantizedArray(S(shape, jnp.float8_e4m3fn), S((*shape[:-1], shape[-1] // 32), jnp.uint8), "mxfp8")
+
+
+def layer(format, T, H, I, E, K):
+    """Arguments of a layer, as shapes."""
+    experts = ExpertWeights(weight(format, E, I, H), weight(format, E, I, H), weight(format, E, H, I))
+    return S((T, H), jnp.bfloat16), Routing(S((T, K), jnp.int32), S((T, K), jnp.float32)), experts
+
+
+SHAPES = {"qwen3-30b": (2048, 768, 128, 8), "gpt-oss": (2880, 2880, 32, 4), "gemma4": (2816, 704, 128, 8),
+          "deepseek-v3": (7168, 2048, 256, 8), "minimax-m3": (6144, 3072, 128, 4), "tiny": (128, 64, 4, 1)}
+
+
+@pytest.mark.parametrize("T", [1, 128])
+@pytest.mark.parametrize("format", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_heuristic_fits_every_shape(shape, format, T):
+    H, I, E, K = SHAPES[shape]
+    itemsize = 1 if format == "mxfp8" else 2
+    for cols, matrices in ((H, 2), (I, 1)):
+        config = SharedConfig.heuristic(T, K, E, cols, itemsize, matrices)
+        shared_common.check_config(config, cols, itemsize, T * K, E, matrices)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_lowers_for_cuda_on_a_machine_without_one(x64):
+    with jax.enable_x64(x64):
+        lowered = jax.jit(run).trace(*layer("mxfp8", 16, 2880, 704, 32, 4)).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("mosaic_gpu_v2") == 3
+
+
+# Shared memory and barriers are this design; registers must leave room for the CTAs of an SM.
+LIMITS = dict(max_barriers=30, max_shared=400, min_shuffles=5, min_wide_loads=0)
+
+
+def aot_cases():
+    x, routing, experts = layer("mxfp8", 128, 2048, 768, 128, 8)  # one of each kernel and format
+    yield ("gate_up-mxfp8", moe_gate_up_shared, (x, routing.ids, experts.w_gate, experts.w_up),
+           dict(LIMITS, max_registers=224, max_temp_bytes=256))
+    x, routing, experts = layer("bf16", 8, 2816, 704, 128, 8)
+    yield ("down-bf16", moe_down_shared, (S((8, 8, 704), jnp.float32), routing.ids, routing.weights, experts.w_down),
+           dict(LIMITS, max_registers=128, min_shuffles=0, max_temp_bytes=4 * 64 * 2816))
+
+
+needs_tools = pytest.mark.skipif(bool(aot.missing_tools()), reason=aot.missing_tools() or "-")
+
+
+@needs_tools
+def test_compiles_for_hopper_without_spills():
+    reports = aot.compile_cases(["test_shared:aot_cases"], ["sm_90a"])
+    assert len(reports) == len(list(aot_cases()))
+    assert not [problem for report in reports for problem in report.problems]
+
+
+def test_refuses_to_compile_for_blackwell(monkeypatch):
+    monkeypatch.setattr(shared_simt.utils, "get_arch", lambda: types.SimpleNamespace(major=10, minor=0))
+    x, routing, experts = layer("bf16", 3, 128, 64, 4, 2)
+    fn = functools.partial(moe_gate_up_shared, activation="gelu_tanh")  # not lowered before in this process
+    with pytest.raises(UnsupportedError, match="9.0"):
+        jax.jit(fn).trace(x, routing.ids, experts.w_gate, experts.w_up).lower(lowering_platforms=("cuda",))
+
+
+# --------------------------------------------------------------------------------------------------------- bad input
+
+
+def refused(error, words, fn, *args, **options):
+    with pytest.raises(error) as caught:
+        jax.eval_shape(functools.partial(fn, **options), *args)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_refusals():
+    x, routing, experts = layer("bf16", 4, 128, 64, 4, 2)
+    refused(UnsupportedError, ["w_gate", "[.., 96, 128]", "128"], run, *layer("bf16", 4, 128, 96, 4, 2))
+    refused(UnsupportedError, ["x", "float16"], run, S(x.shape, jnp.float16), routing, experts)
+    halves = jax.tree.map(lambda w: S(w.shape, jnp.float16), experts)
+    refused(UnsupportedError, ["w_gate", "float16"], run, x, routing, halves)
+    refused(UnsupportedError, ["H = 64"], run, *layer("bf16", 4, 64, 64, 4, 2))
+    refused(UnsupportedError, ["columns"], run, *layer("bf16", 4, 128, 32768, 2, 1))
+    refused(UnsupportedError, ["slots"], run, *layer("bf16", 5000, 128, 64, 4, 2))
+    for config in (SharedConfig(12, 64, 4, 1, 1), SharedConfig(8, 96, 4, 1, 1), SharedConfig(8, 64, 1, 1, 1),
+                   SharedConfig(8, 64, 4, 3, 1), SharedConfig(64, 128, 12, 1, 2)):
+        refused(ArgumentError, ["config"], moe_gate_up_shared, x, routing.ids, experts.w_gate, experts.w_up,
+                config=config)
+    with pytest.raises(UnsupportedError, match="no gradient"):
+        jax.eval_shape(jax.grad(lambda x: jnp.sum(run(x, routing, experts))), x)
+    with pytest.raises(UnsupportedError, match="vmap over expert weights"):
+        stacked = jax.tree.map(lambda w: S((2, *w.shape), w.dtype), experts)
+        jax.eval_shape(jax.vmap(functools.partial(run, x_of, routing_of(routing)), in_axes=(0,)), stacked)
+
+
+x_of = jnp.ones((4, 128), jnp.bfloat16)
+
+
+def routing_of(shapes):
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+
+
+def test_what_it_can_take():
+    """`refusal` says the same as a call, without one."""
+    _, _, experts = layer("mxfp8", 8, 2048, 768, 128, 8)
+    assert shared_decode.refusal(128, 8, experts) == ""
+    assert "slots" in shared_decode.refusal(2048, 8, experts)
+    assert "float16" in shared_decode.refusal(8, 8, experts, x_dtype=jnp.float16)
+    assert "gate" in shared_decode.refusal(8, 8, ExpertWeights(None, experts.w_up, experts.w_down))
+    assert "multiples of 64" in shared_decode.refusal(8, 2, layer("bf16", 4, 128, 96, 4, 2)[2])
+
+
+def test_no_tokens():
+    x, routing, experts = layer("bf16", 0, 128, 64, 4, 2)
+    assert jax.eval_shape(run, x, routing, experts).shape == (0, 128)
