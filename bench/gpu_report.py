@@ -14,16 +14,19 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 
+TESTS = sorted(str(path) for path in pathlib.Path("tests").glob("test_gpu*.py"))
+
 
 def run_tests() -> tuple[int, dict]:
     """Runs `pytest --gpu` in a process of its own, so that it frees the GPU; exit code and the outcome of each test."""
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.xml"
         code = subprocess.run(
-            [sys.executable, "-m", "pytest", "--gpu", "-q", "tests/test_gpu.py", f"--junitxml={report}"]).returncode
+            [sys.executable, "-m", "pytest", "--gpu", "-q", *TESTS, f"--junitxml={report}"]).returncode
         cases = ElementTree.parse(report).iter("testcase")
-        outcomes = {case.get("name"): next((c.tag for c in case if c.tag in ("failure", "error", "skipped")), "passed")
-                    for case in cases}
+        outcomes = {
+            f"{case.get('classname')}::{case.get('name')}":
+                next((c.tag for c in case if c.tag in ("failure", "error", "skipped")), "passed") for case in cases}
     return code, outcomes
 
 
@@ -36,7 +39,7 @@ def main() -> int:
 
     from bench import small_batch  # imported late: importing jax takes the GPU's memory
 
-    meta = {**small_batch.metadata("gpu_report"), "command": "python -m pytest --gpu tests/test_gpu.py"}
+    meta = {**small_batch.metadata("gpu_report"), "command": f"python -m pytest --gpu {' '.join(TESTS)}"}
     count = {o: list(outcomes.values()).count(o) for o in sorted(set(outcomes.values()))}
     path = options.out / "gpu_tests.json"
     path.write_text(json.dumps(dict(meta=meta, count=count, outcomes=outcomes), indent=1) + "\n")

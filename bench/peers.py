@@ -45,6 +45,17 @@ def _gate_up_first(experts: ExpertWeights):
     return (jnp.concatenate([experts.w_gate, experts.w_up], axis=1).swapaxes(1, 2), experts.w_down.swapaxes(1, 2))
 
 
+@jax.jit
+def _gate_up_in_checkpoint_order(experts: ExpertWeights):
+    """[E, I, H] twice -> one [E, 2I, H]; [E, H, I] as it is: what a checkpoint holds."""
+    return jnp.concatenate([experts.w_gate, experts.w_up], axis=1), experts.w_down
+
+
+def _transposed(ragged_dot):
+    """ragged_dot over weights [E, N, K]: a view for a kernel that reads them so, else a copy in every call."""
+    return lambda rows, w, group_sizes: ragged_dot(rows, w.swapaxes(1, 2), group_sizes)
+
+
 def _sorted_layer(ragged_dot, x, routing, weights):
     """The conventional path around ragged_dot(rows [M, K], w [E, K, N], group_sizes [E]) -> [M, N]."""
     w_gate_up, w_down = weights
@@ -55,8 +66,8 @@ def _sorted_layer(ragged_dot, x, routing, weights):
     return combine(out, alignment, routing, w_down.shape[0]).astype(x.dtype)
 
 
-def _peer(name, ragged_dot, missing=lambda: ""):
-    return Strategy(name, ("bf16",), functools.partial(_sorted_layer, ragged_dot), _gate_up_first, missing)
+def _peer(name, ragged_dot, missing=lambda: "", prepare=_gate_up_first):
+    return Strategy(name, ("bf16",), functools.partial(_sorted_layer, ragged_dot), prepare, missing)
 
 
 def _lax_ragged_dot(rows, w, group_sizes):
@@ -68,12 +79,16 @@ def _tokamax_missing(*modules):
     return f"not installed: {', '.join(absent)}" if absent else ""
 
 
-def _tokamax_mosaic(rows, w, group_sizes, *, persistent):
+def _tokamax_mosaic(rows, w, group_sizes, *, persistent=False, block=(64, 64, 128)):
     from tokamax._src.ops.ragged_dot import pallas_mosaic_gpu as kernels
 
-    # No table for the H200 ships with tokamax. These tiles compile for every shape here; its heuristics use 2 stages.
-    config = kernels.Config(block_m=64, block_n=64, block_k=128, num_stages=4, split_k=1, persistent=persistent)
+    # No table for the H200 ships with tokamax. Small tiles compile for every shape here; its heuristics use 2 stages.
+    m, n, k = block
+    config = kernels.Config(block_m=m, block_n=n, block_k=k, num_stages=4, split_k=1, persistent=persistent)
     return kernels.PallasMosaicGpuRaggedDot(config=config)(rows, w, group_sizes=group_sizes)
+
+
+_tokamax_mosaic_large = functools.partial(_tokamax_mosaic, block=(128, 128, 64))
 
 
 def _tokamax_triton(rows, w, group_sizes):
@@ -85,10 +100,15 @@ def _tokamax_triton(rows, w, group_sizes):
 
 STRATEGIES = {s.name: s for s in (
     _ours("warp_decode", strategy="warp_decode"),
+    _ours("shared_decode", strategy="shared_decode"),
     _ours("expert_centric", strategy="expert_centric"),
     _ours("expert_centric_mxfp8", strategy="expert_centric", activation_format="mxfp8"),
     _peer("lax_ragged_dot", _lax_ragged_dot),
-    _peer("tokamax_mosaic", functools.partial(_tokamax_mosaic, persistent=False), _tokamax_missing),
+    _peer("tokamax_mosaic", _tokamax_mosaic, _tokamax_missing),
     _peer("tokamax_mosaic_persistent", functools.partial(_tokamax_mosaic, persistent=True), _tokamax_missing),
+    _peer("tokamax_mosaic_large", _tokamax_mosaic_large, _tokamax_missing),
+    _peer("tokamax_mosaic_checkpoint", _transposed(_tokamax_mosaic), _tokamax_missing, _gate_up_in_checkpoint_order),
+    _peer("tokamax_mosaic_large_checkpoint", _transposed(_tokamax_mosaic_large), _tokamax_missing,
+          _gate_up_in_checkpoint_order),
     _peer("tokamax_triton", _tokamax_triton, functools.partial(_tokamax_missing, "jax_triton")),
 )}

@@ -3,8 +3,8 @@
     python -m bench.small_batch --model qwen3-30b-a3b --format bf16 mxfp8 --out bench/results
 
 For every format, batch size and strategy: results are compared with the float32 reference, then a chain of layers with
-weights and routing of their own is timed (see bench/timing.py), and a plain read of as many unique bytes in the same
-way. Prints a table, writes one JSON and one PNG. Without a GPU only results are compared.
+weights and routing of their own is timed (see jax_warp_decode/measure/timing.py), and a plain read of as many unique
+bytes in the same way. Prints a table, writes one JSON and one PNG. Without a GPU only results are compared.
 """
 
 import argparse
@@ -24,9 +24,10 @@ import jax
 import jaxlib
 import numpy as np
 
-from bench import inputs, read_kernel, timing
+from bench import read_kernel
 from bench.peers import STRATEGIES
 from jax_warp_decode import moe
+from jax_warp_decode.measure import inputs, timing
 from jax_warp_decode.presets import PRESETS, get_preset
 
 STEP_BYTES = 0.6e9  # unique weight bytes of one step: many times the L2 cache
@@ -237,6 +238,7 @@ def parse(argv=None) -> argparse.Namespace:
                         default=[n for n in STRATEGIES if n != "expert_centric_mxfp8"])
     parser.add_argument("--steps", type=int, default=20, help="timed repetitions of the whole chain of layers")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--name", default="small_batch", help="first part of the name of the JSON and the PNG")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for the JSON and the PNG")
     return parser.parse_args(argv)
 
@@ -246,7 +248,7 @@ def main(argv=None) -> int:
     if jax.default_backend() != "gpu":
         print("No NVIDIA GPU: results are compared with the reference, nothing is timed.")
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"small_batch-{options.model}-{options.pattern}.json"
+    path = options.out / f"{options.name}-{options.model}-{options.pattern}.json"
     meta, results = metadata("small_batch"), []
     for result in run(options):
         print(describe_row(result), flush=True)

@@ -6,11 +6,12 @@ import itertools
 import jax
 import jax.numpy as jnp
 
-from jax_warp_decode.activations import get_activation
+from bench.tune_router import aot_cases as router_cases
+from jax_warp_decode.activations import ACTIVATIONS, get_activation
 from jax_warp_decode.experts import ExpertWeights
-from jax_warp_decode.formats import QuantizedArray
+from jax_warp_decode.formats import FORMATS
 from jax_warp_decode.kernels import DownConfig, GateUpConfig, moe_down_3d_batched, moe_gate_up_3d_batched
-from jax_warp_decode.paths import warp_decode
+from jax_warp_decode.paths import grouped_kernels, warp_decode
 from jax_warp_decode.routing import Routing
 
 # (H, I, E, K): Qwen3-30B-A3B, gpt-oss-20b, Gemma4-26B (H, I off the tile), Mixtral-8x7B, the bundled model.
@@ -22,9 +23,7 @@ LIMITS = dict(max_narrow_loads=26)
 
 
 def _weight(fmt, *shape):
-    if fmt != "mxfp8":
-        return S(shape, {"bf16": jnp.bfloat16, "f16": jnp.float16}[fmt])
-    return QuantizedArray(S(shape, jnp.float8_e4m3fn), S((*shape[:-1], shape[-1] // 32), jnp.uint8), "mxfp8")
+    return FORMATS[fmt].structs(shape) if fmt in FORMATS else S(shape, {"bf16": jnp.bfloat16, "f16": jnp.float16}[fmt])
 
 
 def layer_case(name, fmt, T, x_dtype=jnp.bfloat16):
@@ -36,6 +35,21 @@ def layer_case(name, fmt, T, x_dtype=jnp.bfloat16):
     run = functools.partial(warp_decode.run, activation=get_activation("silu"))
     intermediate = T * K * I * jnp.dtype(warp_decode.intermediate_dtype(experts)).itemsize
     return f"layer-{name}-{fmt}-T{T}", run, (x, routing, experts), dict(LIMITS, max_temp_bytes=max(intermediate, 256))
+
+
+def stacked_case(name, fmt, L):
+    """A scan over stacked layers: no temporary but what one layer needs, so that no layer is sliced out."""
+    H, I, E, K = SHAPES[name]
+    experts = ExpertWeights(_weight(fmt, L, E, I, H), _weight(fmt, L, E, I, H), _weight(fmt, L, E, H, I))
+
+    def run(x, routing, experts):
+        def step(x, layer):
+            return x + warp_decode.run(x, routing, experts, activation=get_activation("silu"), layer=layer), None
+
+        return jax.lax.scan(step, x, jnp.arange(L, dtype=jnp.int32))[0]
+
+    args = S((1, H), jnp.bfloat16), Routing(S((1, K), jnp.int32), S((1, K), jnp.float32)), experts
+    return f"stacked-{name}-{fmt}-L{L}", run, args, dict(LIMITS, max_temp_bytes=2 * 4 * K * I)
 
 
 def config_cases():
@@ -51,10 +65,33 @@ def config_cases():
         yield f"down-{fmt}-lanes{lanes}", down, (h, ids, weights, w_down), LIMITS
 
 
+def activation_cases():
+    """Every gated activation lowers inside a kernel."""
+    H, I, E, K = SHAPES["tiny-docs"]
+    w, args = _weight("bf16", E, I, H), (S((1, H), jnp.bfloat16), S((1, K), jnp.int32))
+    for name, activation in ACTIVATIONS.items():
+        if activation.gated and name != "silu":
+            yield f"gate_up-{name}", functools.partial(moe_gate_up_3d_batched, activation=name), (*args, w, w), LIMITS
+
+
+def training_cases():
+    """The outer products of the backward pass, in tiles of 128 and of 64 columns."""
+    limits = dict(
+        min_wide_loads=0, min_shuffles=0, max_barriers=9, max_shared=16, max_narrow_loads=2, max_registers=168)
+    for n, k, m in ((768, 2048, 8192), (64, 256, 33)):
+        args = S((m, n), jnp.bfloat16), S((m, k), jnp.bfloat16), S((16,), jnp.int32)
+        yield f"grouped_outer-{n}x{k}", grouped_kernels.outer, args, limits
+
+
 def aot_cases():
     for name, (fmt, T) in itertools.product(SHAPES, (("bf16", 1), ("mxfp8", 8))):
         yield layer_case(name, fmt, T)
     yield layer_case("qwen3-30b", "bf16", 8)
     yield layer_case("qwen3-30b", "mxfp8", 1)
     yield layer_case("qwen3-30b", "f16", 1, jnp.float16)
+    yield stacked_case("qwen3-30b", "bf16", 48)
+    yield stacked_case("qwen3-30b", "mxfp8", 48)
     yield from config_cases()
+    yield from activation_cases()
+    yield from router_cases()
+    yield from training_cases()

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from bench import inputs, read_kernel, small_batch, timing
+from bench import compile_time, read_kernel, small_batch
+from jax_warp_decode import tuning
+from jax_warp_decode.kernels import DownConfig, GateUpConfig
+from jax_warp_decode.measure import inputs, timing
 from jax_warp_decode.presets import PRESETS, get_preset
 
 
@@ -57,8 +60,28 @@ def test_device_clock_spans_the_kernels_of_each_step():
     data = jax.profiler.ProfileData
     events = timing.device_events(data.from_serialized_xspace(data.text_proto_to_serialized_xspace(trace)))
     assert [e.name for e in events] == ["gate_up", "down", "gate_up", "down"]
-    assert timing.split_spans(events, steps=2) == [10, 12]
-    assert timing.split_spans(events, steps=3) == []
+    runs = timing.split_runs(events, 2)
+    found = timing.summarise(runs, wall_us=1.0, steps=2, layers=2)
+    assert (found.us, found.min_us, found.clock) == (11 / 2 / 1e3, 10 / 2 / 1e3, "device")
+    assert found.kernels == {"gate_up": 2.5 / 1e3, "down": 1.75 / 1e3}
+    assert timing.split_runs(events, 3) == [] and timing.split_runs([], 2) == []
+    assert timing.split_runs([*events[:2], events[0], events[0]], 2) == [], "runs of one step have the same kernels"
+    assert timing.summarise([], wall_us=1.0, steps=2, layers=2).clock == "host"
+
+
+def test_markers_tell_the_steps_of_one_trace_apart():
+    names = ["a", "a", "timing_marker_mosaic_gpu_kernel", "b", "timing_marker_mosaic_gpu_kernel"]
+    events = [timing.Event(name, start, start + 1) for start, name in enumerate(names)]
+    assert [[e.name for e in call] for call in timing.split_calls(events, 2)] == [["a", "a"], ["b"]]
+    assert timing.split_calls(events, 3) == [], "a marker that is missing makes the trace useless"
+
+
+@pytest.mark.parametrize("form", compile_time.FORMS)
+def test_equal_layers_share_their_kernels_and_another_batch_size_adds_its_own(form):
+    with tuning.override(GateUpConfig(32, 1, 1), DownConfig(32, 1, 1)):  # quick to lower
+        results = compile_time.measure(form, "bf16", layers=4, batches=[1, 2, 1])
+    assert [(r["kernels"], r["new_kernels"]) for r in results] == [(2, 2), (2, 2), (2, 0)]
+    assert results[2]["phases"] == dict(trace=0, lower=0, compile=0) and not results[0]["compiled"]
 
 
 def test_read_kernel_reads_every_element():
