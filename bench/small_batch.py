@@ -142,7 +142,7 @@ def metadata(module: str) -> dict:
     return dict(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=shlex.join(["python", "-m", f"bench.{module}", *words]),
-        commit=output_of("git", "rev-parse", "HEAD") or os.environ.get("GIT_COMMIT"),  # where the tree has no .git
+        commit=os.environ.get("GIT_COMMIT") or output_of("git", "rev-parse", "HEAD"),  # the first for a copied tree
         device=jax.devices()[0].device_kind,
         driver=output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         jax=jax.__version__, jaxlib=jaxlib.__version__, xla_options=timing.GRAPH_OPTIONS)

@@ -32,7 +32,7 @@ class Limits:
     warp_alone: float
 
 
-CROSSOVER = {"bf16": Limits(0.75, 8.0, 2.0), "f16": Limits(2.0, 0.0, 2.0), "mxfp8": Limits(1.0, 16.0, 12.0)}
+CROSSOVER = {"bf16": Limits(0.65, 8.0, 2.0), "f16": Limits(2.0, 0.0, 2.0), "mxfp8": Limits(1.5, 16.0, 12.0)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -452,7 +452,7 @@ def test_saving_a_model_that_is_not_its_config(tmp_path):
     with pytest.raises(ArgumentError, match="without layers.2.attention.k_norm.scale"):
         save_qwen3_moe(model, tmp_path / "new")
     model = make_model()
-    model.layers[1].moe.w_up.set_value(model.layers[1].moe.w_up.get_value().astype(jnp.float32))
+    model.layers[1].moe.w_down.set_value(model.layers[1].moe.w_down.get_value().astype(jnp.float32))
     with pytest.raises(ArgumentError, match="layers.1.moe.experts: got mixed formats"):
         save_qwen3_moe(model, tmp_path / "new")
     model = make_model()

@@ -15,9 +15,9 @@ from jax_warp_decode.routing import route
 
 pytestmark = pytest.mark.gpu
 
-# (E, H, K) of Qwen3-30B-A3B, Qwen3.5, DeepSeek-sized, Qwen3-Next, Kimi-K2, gpt-oss-20b, Qwen1.5-MoE, Mixtral, the ends.
-SHAPES = [(128, 2048, 8), (256, 2048, 8), (256, 7168, 8), (512, 2048, 10), (384, 7168, 8), (32, 2880, 4), (60, 2048, 4),
-          (8, 4096, 2), (4, 256, 4), (320, 352, 32)]
+# (E, H, K) of Qwen3-30B-A3B, Qwen3.5, DeepSeek-sized, Qwen3-Next, Kimi-K2, gpt-oss-20b, DeepSeek-V2-Lite, Mixtral, ends.
+SHAPES = [(128, 2048, 8), (256, 2048, 8), (256, 7168, 8), (512, 2048, 10), (384, 7168, 8), (32, 2880, 4), (64, 2048, 6),
+          (8, 4096, 2), (16, 256, 4), (320, 352, 32)]
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 8])

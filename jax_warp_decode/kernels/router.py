@@ -44,7 +44,7 @@ class RouterConfig:
     """How `moe_router` spreads a token's experts.
 
     Attributes:
-      cluster: CTAs per token: 1, 2, 4, 8 or 16.
+      cluster: CTAs per token: 2, 4, 8 or 16; 1 in the interpreter only.
       warpgroups: warpgroups per CTA; a warp owns E / (4 * cluster * warpgroups) experts, a whole number.
       unroll: steps along a row whose loads are issued before any arithmetic.
     """
@@ -223,7 +223,7 @@ def moe_router(
     Example:
       >>> import jax.numpy as jnp
       >>> from jax_warp_decode.kernels.router import moe_router
-      >>> w = jnp.zeros((4, 256), jnp.bfloat16).at[:, 0].set(jnp.array([1, 3, 2, 3], jnp.bfloat16))
+      >>> w = jnp.zeros((8, 256), jnp.bfloat16).at[:4, 0].set(jnp.array([1, 3, 2, 3], jnp.bfloat16))
       >>> ids, weights = moe_router(jnp.ones((1, 256), jnp.bfloat16), w, 2, interpret=True)
       >>> ids.tolist(), weights.tolist()
       ([[1, 3]], [[0.5, 0.5]])
@@ -238,10 +238,12 @@ def moe_router(
         config = RouterConfig(1, 1, unroll=1) if interpret else RouterConfig.heuristic(E, H, itemsize)
     if not isinstance(config, RouterConfig):
         raise ArgumentError(f"config: got {type(config).__name__}, expected RouterConfig or None")
-    fits = config.cluster in CLUSTERS and 1 <= config.warpgroups <= MAX_WARPGROUPS and config.unroll >= 1
+    # Without a cluster the stores into other CTAs' memory are an illegal instruction, also where the CTA is its own.
+    least = 1 if interpret else 2
+    fits = config.cluster in CLUSTERS and config.cluster >= least and 1 <= config.warpgroups <= MAX_WARPGROUPS and config.unroll >= 1
     if not fits or not 1 <= config.rows(E) <= (E if interpret else MAX_ROWS):
         raise ArgumentError(
-            f"config: got {config}, expected cluster in {CLUSTERS}, warpgroups 1 to {MAX_WARPGROUPS}, unroll from "
+            f"config: got {config}, expected cluster in {CLUSTERS} of at least {least}, warpgroups 1 to {MAX_WARPGROUPS}, unroll from "
             f"1, and E / (4 * cluster * warpgroups) a whole number up to {MAX_ROWS} for E = {E}")
     kernel = _build(T, E, H, k, itemsize, bool(renormalize), config, compat.interpret_params(interpret))
     rows = RowTile(H, itemsize, LANES, config.rows(E))
@@ -252,8 +254,8 @@ def moe_router(
 def refusal(E: int, H: int, itemsize: int) -> str:
     """Why the kernel cannot take a router weight [E, H], or an empty string."""
     least = LANES * LOAD_BYTES // itemsize
-    if E % WARPS or E > MAX_EXPERTS:
-        return f"got E = {E}, expected a multiple of {WARPS} up to {MAX_EXPERTS}"
+    if E % (2 * WARPS) or E > MAX_EXPERTS:  # at least two CTAs
+        return f"got E = {E}, expected a multiple of {2 * WARPS} up to {MAX_EXPERTS}"
     if H % LANES or H < least:
         return f"got H = {H}, expected a multiple of {LANES} of at least {least}"
     if RouterConfig.heuristic(E, H, itemsize).rows(E) > MAX_ROWS:
