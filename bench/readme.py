@@ -9,6 +9,7 @@ RESULTS = ROOT / "bench" / "results"
 LAYER = "small_batch-qwen3-30b-a3b-uniform.json"
 NAMES = {
     "read": "reading the weights, nothing else", "warp_decode": "**`warp_decode`**",
+    "shared_decode": "**`shared_decode`**",
     "expert_centric": "`expert_centric`", "tokamax_mosaic": "tokamax 0.0.17 Mosaic ragged dot",
     "lax_ragged_dot": "`jax.lax.ragged_dot`"}
 
@@ -37,6 +38,20 @@ def layer_table(report: dict) -> str:
     return "\n".join(lines)
 
 
+def suite_table(report: dict) -> str:
+    """Microseconds and multiple of the read, a row per model and format, a column per batch size."""
+    results, meta = [r for r in report["results"] if "us" in r and r["strategy"] != "read"], report["meta"]
+    batches = sorted({r["batch"] for r in results})
+    lines = ["| model | weights | routing | " + " | ".join(f"B={b}" for b in batches) + " |",
+             "| --- | --- | --- |" + " --- |" * len(batches)]
+    for key in dict.fromkeys((r["model"], r["format"], r["pattern"]) for r in results):
+        row = {r["batch"]: r for r in results if (r["model"], r["format"], r["pattern"]) == key}
+        cells = [f"{row[b]['us']:.1f} ({row[b]['us'] / row[b]['read_us']:.2f})" if b in row else "" for b in batches]
+        lines.append(f"| {' | '.join(key)} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", f"`{meta['command'].replace('OUT', 'bench/results')}`, commit "
+                      f"`{meta['commit'][:10]}`, data in [`bench/results/suite.json`](bench/results/suite.json)."])
+
+
 def training_line(metrics: dict) -> str:
     nats = metrics["held_out_nats_per_byte"]
     return (f"Its loss on {metrics['bytes']['held_out'] / 1e3:.0f} kB of held-out text: "
@@ -47,6 +62,7 @@ def training_line(metrics: dict) -> str:
 def rendered(readme: str) -> str:
     """README.md with both measured parts brought up to date."""
     parts = {"layer": layer_table(json.loads((RESULTS / LAYER).read_text())),
+             "suite": suite_table(json.loads((RESULTS / "suite.json").read_text())),
              "training": training_line(json.loads((RESULTS / "tiny_docs_training.json").read_text()))}
     for name, text in parts.items():
         block = re.compile(rf"(<!-- measured: {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)

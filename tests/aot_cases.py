@@ -74,8 +74,8 @@ def activation_cases():
             yield f"gate_up-{name}", functools.partial(moe_gate_up_3d_batched, activation=name), (*args, w, w), LIMITS
 
 
-def training_cases():
-    """The outer products of the backward pass, in tiles of 128 and of 64 columns."""
+def hopper_cases():
+    """What exists for Hopper only: the outer products of the backward pass, in tiles of 128 and of 64 columns."""
     limits = dict(
         min_wide_loads=0, min_shuffles=0, max_barriers=9, max_shared=16, max_narrow_loads=2, max_registers=168)
     for n, k, m in ((768, 2048, 8192), (64, 256, 33)):
@@ -94,4 +94,3 @@ def aot_cases():
     yield from config_cases()
     yield from activation_cases()
     yield from router_cases()
-    yield from training_cases()

@@ -111,6 +111,13 @@ def test_kernel_keeps_to_its_limits(reports, case, arch):
     assert report.problems == [], "\n".join([*report.problems, *map(str, report.kernels)])
 
 
+def test_hopper_kernels_keep_to_their_limits():
+    if reason := aot.missing_tools():
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+    reports = aot.compile_cases(["aot_cases:hopper_cases"], ["sm_90a"])
+    assert len(reports) == 2 and [p for report in reports for p in report.problems] == []
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_good_kernel_has_what_it_shows(reports, arch):
     report = reports[arch, "good"]

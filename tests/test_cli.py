@@ -55,8 +55,8 @@ def test_info_says_what_runs_here(capsys):
     code, out, _ = run(capsys, "info")
     assert code == 0
     assert jax.__version__ in out and jax.devices()[0].device_kind in out
-    for name in ("bf16", "f16", "f32", *FORMATS):  # warp_decode, expert_centric, reference
-        assert re.search(rf"^{name} +no +yes +yes", out, re.M), name
+    for name in ("bf16", "f16", "f32", *FORMATS):  # warp_decode, shared_decode, expert_centric, reference
+        assert re.search(rf"^{name} +no +no +yes +yes", out, re.M), name
 
 
 def test_info_says_why_warp_decode_cannot_run(capsys):
