@@ -133,7 +133,7 @@ def aot_cases():
     # Barriers and the shuffle of a warpgroup's number are Mosaic GPU's own; what goes through shared memory is the
     # E logits and K scores that a warp looks at.
     limits = dict(max_registers=128, max_narrow_loads=0, min_shuffles=5, max_barriers=3, max_shared=16)
-    sizes = [*SHAPES, (512, 2048, 10), (384, 7168, 8), (32, 2880, 4), (72, 2048, 4)]
+    sizes = [SHAPES[0], (512, 2048, 10), (72, 2880, 4)]
     for (E, H, K), renormalize in itertools.product(sizes, (True, False)):
         args = jax.ShapeDtypeStruct((2, H), jnp.bfloat16), jax.ShapeDtypeStruct((E, H), jnp.bfloat16)
         fn = functools.partial(moe_router, k=K, renormalize=renormalize)
