@@ -15,7 +15,7 @@ from jax_warp_decode.routing import route
 
 pytestmark = pytest.mark.gpu
 
-# (E, H, K) of Qwen3-30B-A3B, Qwen3.5, DeepSeek-sized, Qwen3-Next, Kimi-K2, gpt-oss-20b, DeepSeek-V2-Lite, Mixtral, ends.
+# (E, H, K) of Qwen3-30B-A3B, Qwen3.5, DeepSeek-sized, Qwen3-Next, Kimi-K2, gpt-oss-20b, DeepSeek-V2-Lite, Mixtral.
 SHAPES = [(128, 2048, 8), (256, 2048, 8), (256, 7168, 8), (512, 2048, 10), (384, 7168, 8), (32, 2880, 4), (64, 2048, 6),
           (8, 4096, 2), (16, 256, 4), (320, 352, 32)]
 

@@ -240,11 +240,12 @@ def moe_router(
         raise ArgumentError(f"config: got {type(config).__name__}, expected RouterConfig or None")
     # Without a cluster the stores into other CTAs' memory are an illegal instruction, also where the CTA is its own.
     least = 1 if interpret else 2
-    fits = config.cluster in CLUSTERS and config.cluster >= least and 1 <= config.warpgroups <= MAX_WARPGROUPS and config.unroll >= 1
+    fits = (config.cluster in CLUSTERS and config.cluster >= least
+            and 1 <= config.warpgroups <= MAX_WARPGROUPS and config.unroll >= 1)
     if not fits or not 1 <= config.rows(E) <= (E if interpret else MAX_ROWS):
         raise ArgumentError(
-            f"config: got {config}, expected cluster in {CLUSTERS} of at least {least}, warpgroups 1 to {MAX_WARPGROUPS}, unroll from "
-            f"1, and E / (4 * cluster * warpgroups) a whole number up to {MAX_ROWS} for E = {E}")
+            f"config: got {config}, expected cluster in {CLUSTERS} of at least {least}, warpgroups 1 to "
+            f"{MAX_WARPGROUPS}, unroll from 1, and E / (4 * cluster * warpgroups) a whole number up to {MAX_ROWS} for E = {E}")
     kernel = _build(T, E, H, k, itemsize, bool(renormalize), config, compat.interpret_params(interpret))
     rows = RowTile(H, itemsize, LANES, config.rows(E))
     ids, weights, *_ = kernel(rows.vector_operand(x), *rows.weight_operands(w_router[None]))
