@@ -37,13 +37,13 @@ def moe(
         outside [0, E) adds exactly 0, and ids may repeat.
       experts: `ExpertWeights`, all three tensors in one format.
       layer: with the stacked weights of L layers, [L, E, ..], the layer to run: an integer scalar, may be traced (the
-        index of a `lax.scan` over the layers). The decode strategies read the stack in place, the others slice the layer
-        out of it, which may copy it. A traced layer outside [0, L) yields y = 0.
+        index of a `lax.scan` over the layers). The decode strategies read the stack in place, the others slice the
+        layer out of it, which may copy it. A traced layer outside [0, L) yields y = 0.
       activation: name in `ACTIVATIONS`, or an `Activation` of your own, such as `SwiGLU("mine", limit=12.0)`.
       strategy: "auto" picks by batch size and device, see `choose`. "warp_decode" (few tokens, NVIDIA GPU),
-        "shared_decode" (tokens that share experts, Hopper GPU), "expert_centric" (many tokens, training; Hopper GPUs and
-        CPUs) or "reference" (float32, slow, any device) run or raise. Under vmap the batch size is that of one mapped
-        call.
+        "shared_decode" (tokens that share experts, Hopper GPU), "expert_centric" (many tokens, training; Hopper GPUs
+        and CPUs) or "reference" (float32, slow, any device) run or raise. Under vmap the batch size is that of one
+        mapped call.
       activation_format: None, or "mxfp8" to quantise the activations before both projections, as conventional MXFP8
         serving does; "expert_centric" only.
       out_dtype: dtype of y: bfloat16, float16 or float32; None takes that of x.

@@ -245,7 +245,7 @@ def moe_router(
     if not fits or not 1 <= config.rows(E) <= (E if interpret else MAX_ROWS):
         raise ArgumentError(
             f"config: got {config}, expected cluster in {CLUSTERS} of at least {least}, warpgroups 1 to "
-            f"{MAX_WARPGROUPS}, unroll from 1, and E / (4 * cluster * warpgroups) a whole number up to {MAX_ROWS} for E = {E}")
+            f"{MAX_WARPGROUPS}, unroll from 1, and E / (4 * cluster * warpgroups) whole, up to {MAX_ROWS} for E = {E}")
     kernel = _build(T, E, H, k, itemsize, bool(renormalize), config, compat.interpret_params(interpret))
     rows = RowTile(H, itemsize, LANES, config.rows(E))
     ids, weights, *_ = kernel(rows.vector_operand(x), *rows.weight_operands(w_router[None]))
