@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax_warp_decode.activations import Activation
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import ExpertWeights
-from jax_warp_decode.gradients import without_gradient
 from jax_warp_decode.kernels import shared_common
 from jax_warp_decode.kernels.shared_down import moe_down_shared
 from jax_warp_decode.kernels.shared_gate_up import moe_gate_up_shared
+from jax_warp_decode.paths.decode_op import decode_op
 from jax_warp_decode.routing import Routing
 
 NAME = "shared_decode"
@@ -30,10 +30,7 @@ def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: A
     """
     if not interpret and (reason := shared_common.device_refusal()):
         raise UnsupportedError(f"strategy: {NAME!r} cannot run: {reason}")
-    op = without_gradient(_batchable(activation, jnp.dtype(out_dtype or x.dtype), interpret), (
-        f"strategy: {NAME!r} has no gradient; it is a decode path. Use strategy='expert_centric' or 'reference' "
-        "where you differentiate, with the same ExpertWeights"))
-    return op(x, routing, experts, layer)
+    return _op(activation, jnp.dtype(out_dtype or x.dtype), interpret)(x, routing, experts, layer)
 
 
 def refusal(tokens: int, experts_per_token: int, experts: ExpertWeights, x_dtype=jnp.bfloat16) -> str:
@@ -76,11 +73,8 @@ def temporary_bytes(tokens: int, experts_per_token: int, experts: ExpertWeights)
 
 
 @functools.cache
-def _batchable(activation: Activation, out_dtype, interpret):
-    """The layer with a batching rule: mapped tokens become more tokens of one launch."""
-
-    @jax.custom_batching.custom_vmap
-    def op(x, routing, experts, layer):
+def _op(activation: Activation, out_dtype, interpret):
+    def layer_fn(x, routing, experts, layer):
         with jax.named_scope("gate_up"):
             h = moe_gate_up_shared(
                 x, routing.ids, experts.w_gate, experts.w_up, layer=layer, activation=activation,
@@ -89,20 +83,4 @@ def _batchable(activation: Activation, out_dtype, interpret):
             return moe_down_shared(
                 h, routing.ids, routing.weights, experts.w_down, layer=layer, out_dtype=out_dtype, interpret=interpret)
 
-    @op.def_vmap
-    def _(size, mapped, x, routing, experts, layer):
-        x_mapped, routing_mapped, *weights_mapped = mapped
-        if any(jax.tree.leaves(weights_mapped)):
-            raise UnsupportedError(
-                f"experts: vmap over expert weights or layers is not supported by strategy {NAME!r}; map over x and "
-                "routing only (in_axes=None for the rest), or loop with lax.scan or lax.map")
-
-        def merged(a, is_mapped):
-            a = a if is_mapped else jnp.broadcast_to(a, (size, *a.shape))
-            return a.reshape(-1, *a.shape[2:])
-
-        flat_x = merged(x, x_mapped)
-        y = op(flat_x, jax.tree.map(merged, routing, routing_mapped), experts, layer)
-        return y.reshape(size, *x.shape[1 if x_mapped else 0:]), True
-
-    return op
+    return decode_op(NAME, layer_fn)
