@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jax_warp_decode.device import capability
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import ExpertWeights
 from jax_warp_decode.kernels import checks, shared_common
@@ -32,6 +33,7 @@ class Limits:
     warp_alone: float
 
 
+# bf16: `shared` is as far as it was measured. mxfp8: `warp` is from an earlier form of shared_decode, the rest a guess.
 CROSSOVER = {"bf16": Limits(0.65, 8.0, 2.0), "f16": Limits(2.0, 0.0, 2.0), "mxfp8": Limits(1.5, 16.0, 12.0)}
 
 
@@ -48,12 +50,11 @@ class Choice:
 
 def no_gpu_reason() -> str:
     """Why warp decode cannot run on the default device, or an empty string."""
-    if jax.default_backend() != "gpu":
+    if not capability():
         return (f"JAX sees no NVIDIA GPU (backend {jax.default_backend()!r}); install the CUDA build, "
                 "pip install 'jax-warp-decode[cuda12]' or [cuda13]")
-    capability = getattr(jax.devices()[0], "compute_capability", "unknown")
-    if capability not in CAPABILITIES:
-        return (f"the GPU has compute capability {capability}, the kernels need one of {', '.join(CAPABILITIES)} "
+    if capability() not in CAPABILITIES:
+        return (f"the GPU has compute capability {capability()}, the kernels need one of {', '.join(CAPABILITIES)} "
                 "(Hopper or data-centre Blackwell)")
     return ""
 
@@ -125,9 +126,10 @@ def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
     load = tokens * experts_per_token / experts.num_experts
     order = _by_speed(load, CROSSOVER.get(experts.format, Limits(0, 0, 0)))
     chosen = next(name for name in order if not refused[name])
-    skipped = [f"{name} cannot run: {refused[name]}" for name in order[:order.index(chosen)]]
-    # One reason is enough where the same one holds for several.
-    reasons = [why for i, why in enumerate(skipped) if why.split(": ", 1)[1] not in " ".join(skipped[:i])]
+    skipped = {}  # reason -> the strategies it holds for
+    for name in order[:order.index(chosen)]:
+        skipped.setdefault(refused[name], []).append(name)
+    reasons = [f"{' and '.join(names)} cannot run: {why}" for why, names in skipped.items()]
     pairs = f"{tokens} tokens x {experts_per_token} slots on {experts.num_experts} experts: {load:.3g} pairs per expert"
     return Choice(chosen, "; ".join([pairs, *reasons]))
 

@@ -47,7 +47,7 @@ def moe(
       activation_format: None, or "mxfp8" to quantise the activations before both projections, as conventional MXFP8
         serving does; "expert_centric" only.
       out_dtype: dtype of y: bfloat16, float16 or float32; None takes that of x.
-      interpret: run the kernels of "warp_decode" on the CPU, for tests; "auto" then chooses as on a GPU.
+      interpret: run the kernels of the decode strategies on the CPU, for tests; "auto" then chooses as on a GPU.
 
     Returns:
       y in the shape of x and in out_dtype; accumulated in float32, rounded once.

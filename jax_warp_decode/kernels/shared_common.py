@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_warp_decode.device import HOPPER, capability
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import Weight
 from jax_warp_decode.formats import QuantizedArray
@@ -17,7 +18,6 @@ from jax_warp_decode.kernels.tile import MX_BLOCK
 
 ROWS = 64  # the M of wgmma
 TILE = 64  # columns of a bfloat16 tile with 128-byte swizzle
-HOPPER = "9.0"
 SHARED_BYTES = 228 * 1024  # of an SM
 RESERVED_BYTES = 2048  # per CTA: one KiB of the driver's, one for barriers
 ALIGNMENT = 1024  # of every buffer
@@ -144,12 +144,10 @@ def plan_tables(ids: jax.Array, experts: int, tokens: int) -> tuple[jax.Array, j
 
 def device_refusal() -> str:
     """Why the default device cannot run the kernels, or an empty string. A CPU may compile for a GPU."""
-    if jax.default_backend() == "gpu":
-        capability = getattr(jax.devices()[0], "compute_capability", "unknown")
-        if capability != HOPPER:
-            return (f"the GPU has compute capability {capability}, the kernels need {HOPPER} (Hopper's wgmma); use "
-                    f"strategy='auto' or 'warp_decode'")
-    return ""
+    if capability() in ("", HOPPER):
+        return ""
+    return (f"the GPU has compute capability {capability()}, the kernels need {HOPPER} (Hopper's wgmma); use "
+            f"strategy='auto' or 'warp_decode'")
 
 
 def check_sizes(name: str, n: int, cols: int, T: int, K: int, E: int, itemsize: int, matrices: int,

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_warp_decode import varying
+from jax_warp_decode.device import HOPPER, capability
 from jax_warp_decode.errors import UnsupportedError
 from jax_warp_decode.paths import grouped_kernels
-
-HOPPER = "9.0"
 
 
 @jax.custom_vjp
@@ -76,12 +75,10 @@ def refusal(n: int, k: int) -> str:
 
 def device_refusal() -> str:
     """Why the default device cannot run a bfloat16 grouped GEMM of any size, or an empty string."""
-    if jax.default_backend() == "gpu":
-        capability = getattr(jax.devices()[0], "compute_capability", "unknown")
-        if capability != HOPPER:
-            return (f"strategy: 'expert_centric' got a GPU of compute capability {capability}, its grouped GEMM needs "
-                    f"{HOPPER} (Hopper); use strategy='auto' or 'reference'")
-    return ""
+    if capability() in ("", HOPPER):
+        return ""
+    return (f"strategy: 'expert_centric' got a GPU of compute capability {capability()}, its grouped GEMM needs "
+            f"{HOPPER} (Hopper); use strategy='auto' or 'reference'")
 
 
 def _product(rows, w, group_sizes, *, transposed):
