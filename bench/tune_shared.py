@@ -5,7 +5,7 @@
 For every format and batch size: first the whole layer with the heuristic's configuration, checked and timed, then every
 candidate of each kernel. A candidate is compared with the float32 reference on the inputs that are timed, and a wrong
 one is reported and not timed. Times are cold chains of layers with weights and routing of their own, as in
-bench.tune_kernels. Batch sizes in --refine only time the candidates that were best at the sizes before.
+bench.small_batch. Batch sizes in --refine only time the candidates that were best at the sizes before.
 """
 
 import argparse
