@@ -9,13 +9,15 @@ name of its own, runs between two steps and marks where the events of the next o
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import pathlib
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,19 +115,48 @@ class Recording:
 def record_steps(calls: Sequence[tuple[Callable, list[tuple]]], steps: int) -> Recording:
     """The part of `time_steps` that needs the GPU, for those who share it."""
     walls = [_wall_us(step, layers, steps) for step, layers in calls]
-    mark = functools.partial(_marker(), jnp.zeros((128,), jnp.float32))
-    jax.block_until_ready(mark())  # compiled before the trace begins
+    with device_trace() as (mark, read):
+        for step, layers in calls:
+            for _ in range(WARM_UP + steps):
+                out = step(layers)
+            jax.block_until_ready(out)
+            mark()
+    return Recording(read(), walls, [len(layers) for _, layers in calls], steps)
+
+
+def record_runs(jobs: Sequence[tuple[Callable[[], Any], Callable[[Any], Any]]]) -> list[list["Event"]]:
+    """The device events of runs that keep a state, such as decode steps with a donated cache, in one trace.
+
+    Args:
+      jobs: (prepare, run) each. `run(prepare())` is called; only what `run` does is returned.
+
+    Returns:
+      One list of events per job, in order; empty lists if the trace lost a marker.
+    """
+    with device_trace() as (mark, read):
+        for prepare, run in jobs:
+            state = jax.block_until_ready(prepare())
+            mark()
+            jax.block_until_ready(run(state))
+            del state
+            mark()
+    events = device_events(jax.profiler.ProfileData.from_serialized_xspace(read()))
+    return split_calls(events, 2 * len(jobs))[1::2] or [[]] * len(jobs)
+
+
+@contextlib.contextmanager
+def device_trace() -> Iterator[tuple[Callable[[], None], Callable[[], bytes]]]:
+    """Traces the device: yields a function that runs the marker kernel, and one for the trace, to call afterwards."""
+    kernel = functools.partial(_marker(), jnp.zeros((128,), jnp.float32))
+    jax.block_until_ready(kernel())  # compiled before the trace begins
     with tempfile.TemporaryDirectory() as folder:
+        found = []
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = options.host_tracer_level = 0
         with jax.profiler.trace(folder, profiler_options=options):
-            for step, layers in calls:
-                for _ in range(WARM_UP + steps):
-                    out = step(layers)
-                jax.block_until_ready(out)
-                jax.block_until_ready(mark())
+            yield lambda: jax.block_until_ready(kernel()), lambda: found[0]
         (trace,) = pathlib.Path(folder).glob("**/*.xplane.pb")
-        return Recording(trace.read_bytes(), walls, [len(layers) for _, layers in calls], steps)
+        found.append(trace.read_bytes())
 
 
 def _wall_us(step, layers: list[tuple], steps: int) -> float:
