@@ -1,6 +1,9 @@
 """Which strategy runs, decided from static facts at trace time, with the reason in words."""
 
 import dataclasses
+import functools
+import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -8,33 +11,13 @@ import jax.numpy as jnp
 from jax_warp_decode.device import capability
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import ExpertWeights
+from jax_warp_decode.formats import FORMATS
 from jax_warp_decode.kernels import checks, shared_common
-from jax_warp_decode.paths import expert_centric, grouped_gemm, shared_decode
-
-STRATEGIES = ("warp_decode", "shared_decode", "expert_centric", "reference")
+from jax_warp_decode.paths import expert_centric, grouped_gemm, reference, shared_decode, warp_decode
 
 # Compute capabilities that Pallas Mosaic GPU compiles the warp-decode kernels for. 9.0 was measured (H200), 10.x only
 # compiled.
 CAPABILITIES = ("9.0", "10.0", "10.3")
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """Most (token, slot) pairs per expert for which a strategy is taken, from an H200 (bench/NOTES.md).
-
-    Attributes:
-      warp: up to here, warp_decode is the fastest.
-      shared: up to here, shared_decode is.
-      warp_alone: up to here, warp_decode is faster than expert_centric, for what shared_decode cannot take.
-    """
-
-    warp: float
-    shared: float
-    warp_alone: float
-
-
-# bf16: `shared` is as far as it was measured. mxfp8: `warp` is from an earlier form of shared_decode, the rest a guess.
-CROSSOVER = {"bf16": Limits(0.65, 8.0, 2.0), "f16": Limits(2.0, 0.0, 2.0), "mxfp8": Limits(1.5, 16.0, 12.0)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +32,7 @@ class Choice:
 
 
 def no_gpu_reason() -> str:
-    """Why warp decode cannot run on the default device, or an empty string."""
+    """Why the decode kernels cannot run on the default device, or an empty string."""
     if not capability():
         return (f"JAX sees no NVIDIA GPU (backend {jax.default_backend()!r}); install the CUDA build, "
                 "pip install 'jax-warp-decode[cuda12]' or [cuda13]")
@@ -59,33 +42,134 @@ def no_gpu_reason() -> str:
     return ""
 
 
-def available_strategies() -> dict[str, str]:
-    """Every strategy with an empty string if it can run on the default device, else the reason why not."""
-    return {"warp_decode": no_gpu_reason(), "shared_decode": no_gpu_reason() or shared_common.device_refusal(),
-            "expert_centric": grouped_gemm.device_refusal(), "reference": ""}
+# ------------------------------------------------------------------------------------------------- what each one takes
 
 
-def _shape_reason(experts: ExpertWeights, x_dtype) -> str:
-    """Why the kernels cannot take these operands, or an empty string."""
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """What a strategy is and what it can be given.
+
+    Attributes:
+      run: run(x [T, H], routing, experts, *, activation, out_dtype, ...) -> y [T, H].
+      refusal: (tokens, experts_per_token, experts, x_dtype) -> why it cannot take these sizes and formats on this
+        device, or an empty string.
+      device_refusal: the same for the device alone; of a `decode` strategy, beyond `no_gpu_reason`.
+      decode: made of GPU kernels: `run` also takes `layer`, to read stacked weights in place, and `interpret`.
+      biases: adds the biases of the experts.
+      gateless: takes experts without a gate projection.
+      activation_format: `run` takes `activation_format`.
+    """
+
+    run: Callable[..., jax.Array]
+    refusal: Callable[[int, int, ExpertWeights, jnp.dtype], str] = lambda *_: ""
+    device_refusal: Callable[[], str] = lambda: ""
+    decode: bool = False
+    biases: bool = False
+    gateless: bool = False
+    activation_format: bool = False
+
+    def refuses(self, tokens: int, experts_per_token: int, experts: ExpertWeights, x_dtype, interpret: bool) -> str:
+        """Why it cannot run this call here, or an empty string."""
+        if self.decode and not interpret and (no_gpu := no_gpu_reason()):
+            return no_gpu
+        if experts.w_gate is None and not self.gateless:
+            return "the experts have no gate projection, the kernels need one"
+        if experts.biases and not self.biases:
+            return f"the experts have biases ({', '.join(experts.biases)}), which it does not add"
+        return self.refusal(tokens, experts_per_token, experts, x_dtype)
+
+
+def _warp_decode_refusal(tokens: int, experts_per_token: int, experts: ExpertWeights, x_dtype) -> str:
     if jnp.dtype(x_dtype) not in checks.HALF:
         return f"x is {jnp.dtype(x_dtype)}, the kernels take bfloat16 or float16"
-    if experts.w_gate is None:
-        return "the experts have no gate projection, the kernels need one"
     try:
-        itemsize = checks.weight_itemsize("w_gate", experts.w_gate)
-        checks.dimensions("w_gate", experts.hidden, experts.intermediate, itemsize)
-        checks.dimensions("w_down", experts.intermediate, experts.hidden, itemsize)
+        for name, w in experts.weights.items():
+            rows, cols = w.shape[-2:]
+            checks.dimensions(name, cols, rows, checks.format_of(name, w))
     except (ArgumentError, UnsupportedError) as error:
         return str(error)
     return ""
 
 
-def _grouped_gemm_reason(experts: ExpertWeights, x_dtype) -> str:
-    """Why the grouped GEMM of expert_centric cannot take these operands here, or an empty string."""
+def _expert_centric_refusal(tokens: int, experts_per_token: int, experts: ExpertWeights, x_dtype) -> str:
     if expert_centric.operand_dtype(x_dtype, experts.format) != jnp.bfloat16:
         return ""  # float32 runs on any device
-    sizes = (experts.intermediate, experts.hidden)
-    return grouped_gemm.refusal(*sizes) if jax.default_backend() == "gpu" else ""
+    return grouped_gemm.refusal(experts.intermediate, experts.hidden) if jax.default_backend() == "gpu" else ""
+
+
+TABLE = {
+    "warp_decode": Strategy(warp_decode.run, _warp_decode_refusal, decode=True, biases=True, gateless=True),
+    "shared_decode": Strategy(shared_decode.run, shared_decode.refusal, shared_common.device_refusal, decode=True,
+                              biases=True),
+    "expert_centric": Strategy(expert_centric.run, _expert_centric_refusal, grouped_gemm.device_refusal, biases=True,
+                               gateless=True, activation_format=True),
+    "reference": Strategy(reference.run, biases=True, gateless=True),
+}
+STRATEGIES = tuple(TABLE)
+
+
+def available_strategies() -> dict[str, str]:
+    """Every strategy with an empty string if it can run on the default device, else the reason why not."""
+    return {name: s.decode and no_gpu_reason() or s.device_refusal() for name, s in TABLE.items()}
+
+
+# ----------------------------------------------------------------------------------------------------- which is fastest
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranking:
+    """The order in which strategies are tried up to a load, from measurements on an H200 (bench/NOTES.md).
+
+    Attributes:
+      load: most (token, slot) pairs per expert.
+      names: of strategies, the fastest first. Those that are not named come after, in the order of `TABLE`.
+    """
+
+    load: float
+    names: tuple[str, ...]
+
+
+_WARP_FIRST = ("warp_decode", "shared_decode", "expert_centric")
+_SHARED_THEN_WARP = ("shared_decode", "warp_decode", "expert_centric")
+_SHARED_FIRST = ("shared_decode", "expert_centric", "warp_decode")
+_GROUPED_FIRST = ("expert_centric", "shared_decode", "warp_decode")
+
+# By weight format; another one takes those of the format with the nearest bits per value. That shared_decode wins up to
+# 8 (bf16) and 64 (mxfp8) pairs is as far as it was measured; 12 pairs is a guess.
+RANKINGS = {
+    "bf16": (Ranking(0.65, _WARP_FIRST), Ranking(2.0, _SHARED_THEN_WARP), Ranking(8.0, _SHARED_FIRST),
+             Ranking(math.inf, _GROUPED_FIRST)),
+    "mxfp8": (Ranking(0.8, _WARP_FIRST), Ranking(12.0, _SHARED_THEN_WARP), Ranking(64.0, _SHARED_FIRST),
+              Ranking(math.inf, _GROUPED_FIRST)),
+}
+
+
+@functools.cache
+def measured_format(format: str) -> str:
+    """The format whose measurements speak for weights of this one.
+
+    Example:
+      >>> from jax_warp_decode.choose import measured_format
+      >>> [measured_format(f) for f in ("f16", "fp8_block128", "mxfp4")]
+      ['bf16', 'mxfp8', 'mxfp8']
+    """
+    if format in RANKINGS:
+        return format
+    return min(RANKINGS, key=lambda measured: abs(_bits(measured) - _bits(format)))
+
+
+def _bits(format: str) -> float:
+    """Bits per value, scales included."""
+    if format not in FORMATS:
+        return 32.0 if format == "f32" else 16.0
+    shape = (1, 1024, 1024)
+    return 8 * FORMATS[format].nbytes(shape) / math.prod(shape)
+
+
+def _by_speed(load: float, format: str) -> list[str]:
+    """The strategies, fastest first, at so many pairs per expert."""
+    names = next(r.names for r in RANKINGS[measured_format(format)] if load <= r.load)
+    return [*names, *(name for name in TABLE if name not in names)]
 
 
 def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dtype, strategy: str = "auto",
@@ -113,34 +197,20 @@ def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
     """
     if strategy not in ("auto", *STRATEGIES):
         raise ArgumentError(f"strategy: got {strategy!r}, expected 'auto' or one of {list(STRATEGIES)}")
-    no_gpu = "" if interpret else no_gpu_reason()
-    refused = {
-        "warp_decode": no_gpu or _shape_reason(experts, x_dtype),
-        "shared_decode": no_gpu or shared_decode.refusal(tokens, experts_per_token, experts, x_dtype),
-        "expert_centric": _grouped_gemm_reason(experts, x_dtype),
-        "reference": ""}
+
+    def refused(name):
+        return TABLE[name].refuses(tokens, experts_per_token, experts, x_dtype, interpret)
+
     if strategy != "auto":
-        if refused[strategy]:
-            raise UnsupportedError(f"strategy: {strategy!r} cannot run: {refused[strategy]}")
+        if why := refused(strategy):
+            raise UnsupportedError(f"strategy: {strategy!r} cannot run: {why}")
         return Choice(strategy, "asked for")
     load = tokens * experts_per_token / experts.num_experts
-    order = _by_speed(load, CROSSOVER.get(experts.format, Limits(0, 0, 0)))
-    chosen = next(name for name in order if not refused[name])
     skipped = {}  # reason -> the strategies it holds for
-    for name in order[:order.index(chosen)]:
-        skipped.setdefault(refused[name], []).append(name)
+    for chosen in _by_speed(load, experts.format):
+        if not (why := refused(chosen)):
+            break
+        skipped.setdefault(why, []).append(chosen)
     reasons = [f"{' and '.join(names)} cannot run: {why}" for why, names in skipped.items()]
     pairs = f"{tokens} tokens x {experts_per_token} slots on {experts.num_experts} experts: {load:.3g} pairs per expert"
     return Choice(chosen, "; ".join([pairs, *reasons]))
-
-
-def _by_speed(load: float, limits: Limits) -> list[str]:
-    """The strategies, fastest first, at so many pairs per expert."""
-    if load <= limits.warp:
-        return ["warp_decode", "shared_decode", "expert_centric", "reference"]
-    if load <= limits.shared:
-        rest = ["warp_decode", "expert_centric"] if load <= limits.warp_alone else ["expert_centric", "warp_decode"]
-        return ["shared_decode", *rest, "reference"]
-    if load <= limits.warp_alone:
-        return ["warp_decode", "expert_centric", "reference"]
-    return ["expert_centric", "shared_decode", "warp_decode", "reference"]

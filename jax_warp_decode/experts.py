@@ -1,6 +1,7 @@
-"""The weights of the routed experts of one layer, as a pytree, with their shape rules."""
+"""The weights and biases of the experts of one layer, as a pytree, with their shape rules."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,10 @@ Weight = jax.Array | QuantizedArray
 
 # Names of the unquantised formats, by dtype.
 DENSE_FORMATS = {jnp.dtype(jnp.bfloat16): "bf16", jnp.dtype(jnp.float16): "f16", jnp.dtype(jnp.float32): "f32"}
+
+MATRICES = ("w_gate", "w_up", "w_down")
+MATRIX_OF = {"b_gate": "w_gate", "b_up": "w_up", "b_down": "w_down"}  # bias -> what it is added to the product of
+BIASES = tuple(MATRIX_OF)
 
 
 def weight_format(w: Weight) -> str:
@@ -32,8 +37,12 @@ class ExpertWeights:
         without a gate, such as "relu2".
       w_up: [E, I, H] up projection, same format.
       w_down: [E, H, I] down projection, same format.
+      b_gate, b_up: [E, I] floats added to the projections in float32, or None; an expert is then
+        w_down act(w_gate x + b_gate, w_up x + b_up) + b_down, all of it times the routing weight.
+      b_down: [E, H] floats, or None.
 
-    The weights of L layers may be stacked, [L, E, I, H] and [L, E, H, I]; `moe` then takes the number of the layer.
+    The weights of L layers may be stacked, [L, E, I, H], [L, E, H, I] and so on; `moe` then takes the number of the
+    layer.
 
     The object is a pytree: pass it through `jit`, `lax.scan`, `jax.device_put` or an optimiser like any array.
     Construction does not check anything, so that a pytree transform may put other leaves in; `check` does, and `moe`
@@ -54,6 +63,9 @@ class ExpertWeights:
     w_gate: Weight | None
     w_up: Weight
     w_down: Weight
+    b_gate: jax.Array | None = None
+    b_up: jax.Array | None = None
+    b_down: jax.Array | None = None
 
     @property
     def num_experts(self) -> int:
@@ -72,9 +84,32 @@ class ExpertWeights:
         """L of stacked weights, None for the weights of one layer."""
         return self.w_up.shape[0] if self.w_up.ndim == 4 else None
 
+    @property
+    def weights(self) -> dict[str, Weight]:
+        """The matrices that there are, by name."""
+        return _present(self, MATRICES)
+
+    @property
+    def biases(self) -> dict[str, jax.Array]:
+        """The biases that there are, by name."""
+        return _present(self, BIASES)
+
+    def map(self, fn: Callable, *names: str) -> "ExpertWeights":
+        """The same experts with `fn` applied to each tensor that there is, or to those named.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> from jax_warp_decode import ExpertWeights
+          >>> w = jnp.zeros((4, 32, 32))
+          >>> ExpertWeights(w, w, w).map(lambda w: w[:2]).num_experts
+          2
+        """
+        present = self.weights | self.biases
+        return dataclasses.replace(self, **{name: fn(present[name]) for name in names or present if name in present})
+
     def __getitem__(self, layer) -> "ExpertWeights":
         """One layer of a stack, or a slice of it; a copy unless XLA can fuse it away."""
-        return ExpertWeights(*(None if w is None else w[layer] for w in (self.w_gate, self.w_up, self.w_down)))
+        return self.map(lambda a: a[layer])
 
     @property
     def format(self) -> str:
@@ -82,13 +117,28 @@ class ExpertWeights:
         return weight_format(self.w_up)
 
     def quantize(self, format: str) -> "ExpertWeights":
-        """The same experts in another format, for example "mxfp8"; the reduction dimension carries the blocks."""
-        return ExpertWeights(*(None if w is None else formats.quantize(w, format)
-                               for w in (self.w_gate, self.w_up, self.w_down)))
+        """The same experts in another format, for example "mxfp8"; the reduction dimension carries the blocks.
+
+        Biases stay as they are.
+        """
+        return self.map(lambda w: formats.quantize(w, format), *MATRICES)
+
+    def astype(self, dtype) -> "ExpertWeights":
+        """The same experts with plain matrices of another dtype; biases stay as they are.
+
+        Raises:
+          ArgumentError: quantised weights, of which this would silently make large plain ones.
+        """
+        if self.format not in DENSE_FORMATS.values():
+            raise ArgumentError(f"experts: got {self.format} weights, expected plain ones; `dequantize` them first")
+        return self.map(lambda w: w.astype(dtype), *MATRICES)
 
     def check(self) -> None:
-        """Raises `ArgumentError` unless the three tensors have matching shapes and one supported format."""
-        named = {"w_up": self.w_up, "w_down": self.w_down} | ({} if self.w_gate is None else {"w_gate": self.w_gate})
+        """Raises `ArgumentError` unless all tensors have matching shapes and the matrices one supported format."""
+        named = self.weights
+        for name in ("w_up", "w_down"):
+            if name not in named:
+                raise ArgumentError(f"experts.{name}: got None, expected an array; only w_gate may be None")
         for name, w in named.items():
             if not isinstance(w, QuantizedArray) and not hasattr(w, "dtype"):
                 raise ArgumentError(f"experts.{name}: got {type(w).__name__}, expected a jax array or a QuantizedArray")
@@ -113,4 +163,22 @@ class ExpertWeights:
                     f"{first} {named[first].shape} = [{L}E, I, H]")
         if len({weight_format(w) for w in named.values()}) > 1:
             got = {name: weight_format(w) for name, w in named.items()}
-            raise ArgumentError(f"experts: got mixed formats {got}, expected one format for all three tensors")
+            raise ArgumentError(f"experts: got mixed formats {got}, expected one format for all matrices")
+        self._check_biases((*stacked, E), L)
+
+    def _check_biases(self, leading: tuple[int, ...], L: str) -> None:
+        for name, b in self.biases.items():
+            matrix = MATRIX_OF[name]
+            if getattr(self, matrix) is None:
+                raise ArgumentError(f"experts.{name}: got an array without {matrix}, expected None")
+            if not hasattr(b, "dtype") or jnp.dtype(b.dtype) not in DENSE_FORMATS:
+                raise ArgumentError(f"experts.{name}: got {getattr(b, 'dtype', type(b).__name__)}, expected a "
+                                    "bfloat16, float16 or float32 array; biases are never quantised")
+            want = (*leading, getattr(self, matrix).shape[-2])
+            if b.shape != want:
+                raise ArgumentError(f"experts.{name}: got shape {b.shape}, expected {want} = "
+                                    f"[{L}E, {'H' if matrix == 'w_down' else 'I'}] to match {matrix}")
+
+
+def _present(experts, names):
+    return {name: a for name in names if (a := getattr(experts, name)) is not None}

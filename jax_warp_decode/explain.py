@@ -1,6 +1,11 @@
-"""Which configuration the kernels of a layer would run with, and why."""
+"""Which strategy a layer would run with, which configurations its kernels would take, and why."""
+
+import dataclasses
+
+import jax
 
 from jax_warp_decode import tuning
+from jax_warp_decode.choose import Choice, choose
 from jax_warp_decode.experts import ExpertWeights
 from jax_warp_decode.kernels import DownConfig, GateUpConfig, checks
 
@@ -30,9 +35,72 @@ def explain_config(experts: ExpertWeights, *, tokens: int, experts_per_token: in
       ['moe_gate_up', 'moe_down']
     """
     experts.check()
-    itemsize = checks.weight_itemsize("w_gate", experts.w_gate)
-    H, I = experts.hidden, experts.intermediate
-    checks.dimensions("w_gate", H, I, itemsize)
-    checks.dimensions("w_down", I, H, itemsize)
-    return {kernel: tuning.find(kernel, kind, None, format=experts.format, itemsize=itemsize, T=tokens,
-                                K=experts_per_token, H=H, I=I) for kernel, kind in KERNELS.items()}
+    for name, w in experts.weights.items():
+        rows, cols = w.shape[-2:]
+        checks.dimensions(name, cols, rows, checks.format_of(name, w))
+    H, I, format = experts.hidden, experts.intermediate, experts.format
+    return {kernel: tuning.find(kernel, kind, None, format=format, itemsize=format, T=tokens, K=experts_per_token, H=H,
+                                I=I) for kernel, kind in KERNELS.items()}
+
+
+# Strategies whose kernels have configurations to tell.
+CONFIGS = {"warp_decode": explain_config}
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What runs, and why.
+
+    Attributes:
+      choice: the strategy and the reason for it.
+      configs: {kernel: `tuning.Found(config, source)`}, of the strategies in `CONFIGS`.
+    """
+
+    choice: Choice
+    configs: dict[str, tuning.Found]
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {found.config} ({found.source})" for name, found in self.configs.items()]
+        return "\n  ".join([str(self.choice), *lines])
+
+
+def explain(experts: ExpertWeights, *, tokens: int, experts_per_token: int, x_dtype, strategy: str = "auto",
+            sharding=None, interpret: bool = False) -> Explanation:
+    """The strategy of a call, why, and the configurations of its kernels.
+
+    Args:
+      experts: the layer's weights (arrays or `jax.ShapeDtypeStruct`s).
+      tokens: T.
+      experts_per_token: K.
+      x_dtype, strategy, interpret: as in `choose`.
+      sharding: `ExpertSharding`, for what each device of a mesh runs; T and K are then of the whole call.
+
+    Raises:
+      ArgumentError, UnsupportedError: as `choose` and `explain_config`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_warp_decode import ExpertWeights
+      >>> from jax_warp_decode.explain import explain
+      >>> w = jax.ShapeDtypeStruct((8, 64, 64), jnp.bfloat16)
+      >>> print(explain(ExpertWeights(w, w, w), tokens=1, experts_per_token=2, x_dtype=w.dtype, strategy="reference"))
+      reference (asked for)
+    """
+    if sharding is not None:
+        experts = jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(place.shard_shape(a.shape), a.dtype), experts,
+                               sharding.shardings(experts))
+        experts_per_token = max(1, experts_per_token // sharding.size(sharding.expert_axis))
+        tokens //= sharding.size(_batch_axes(sharding))
+    choice = choose(tokens, experts, experts_per_token=experts_per_token, x_dtype=x_dtype, strategy=strategy,
+                    interpret=interpret)
+    configs = {}
+    if tokens and choice.strategy in CONFIGS:
+        configs = CONFIGS[choice.strategy](experts, tokens=tokens, experts_per_token=experts_per_token)
+    return Explanation(choice, configs)
+
+
+def _batch_axes(sharding) -> tuple[str, ...]:
+    """The axes that split tokens and no weight: along the others, every device works on all tokens."""
+    names = [() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+             for axes in (sharding.token_axis, sharding.expert_axis, sharding.tensor_axis)]
+    return tuple(axis for axis in names[0] if axis not in names[1] + names[2])

@@ -5,16 +5,15 @@ import jax.numpy as jnp
 
 from jax_warp_decode import batch_axes, varying
 from jax_warp_decode.activations import Activation, get_activation
-from jax_warp_decode.choose import choose, no_gpu_reason
+from jax_warp_decode.choose import TABLE, choose, no_gpu_reason
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import DENSE_FORMATS, ExpertWeights
 from jax_warp_decode.kernels import checks
 from jax_warp_decode.kernels.expert_index import check_layer
-from jax_warp_decode.paths import expert_centric, reference, shared_decode, warp_decode
 from jax_warp_decode.routing import Routing
 
 ACTIVATION_FORMATS = (None, "mxfp8")
-KERNEL_PATHS = {"warp_decode": warp_decode, "shared_decode": shared_decode}  # they take stacked layers, and interpret
+WEIGHT_ON = ("output", "input")
 
 
 def moe(
@@ -26,16 +25,19 @@ def moe(
     activation: str | Activation = "silu",
     strategy: str = "auto",
     activation_format: str | None = None,
+    weight_on: str = "output",
     out_dtype=None,
     interpret: bool = False,
 ) -> jax.Array:
     """Routed experts of one layer: y[t] = sum_k weights[t, k] * expert_{ids[t, k]}(x[t]).
 
+    An expert is w_down act(w_gate x + b_gate, w_up x + b_up) + b_down; biases are optional.
+
     Args:
       x: [T, H] bfloat16, float16 or float32, or any number of leading axes, [..., H].
       routing: `Routing` with ids and weights [T, K], or [..., K] with the leading axes of x; a slot whose id lies
         outside [0, E) adds exactly 0, and ids may repeat.
-      experts: `ExpertWeights`, all three tensors in one format.
+      experts: `ExpertWeights`, all matrices in one format.
       layer: with the stacked weights of L layers, [L, E, ..], the layer to run: an integer scalar, may be traced (the
         index of a `lax.scan` over the layers). The decode strategies read the stack in place, the others slice the
         layer out of it, which may copy it. A traced layer outside [0, L) yields y = 0.
@@ -46,6 +48,8 @@ def moe(
         mapped call.
       activation_format: None, or "mxfp8" to quantise the activations before both projections, as conventional MXFP8
         serving does; "expert_centric" only.
+      weight_on: "output", or "input" for y[t] = sum_k expert_{ids[t, k]}(weights[t, k] * x[t]) (Llama-4). The scaled
+        rows, [T * K, H], are rounded to the dtype of x, in "reference" to float32.
       out_dtype: dtype of y: bfloat16, float16 or float32; None takes that of x.
       interpret: run the kernels of the decode strategies on the CPU, for tests; "auto" then chooses as on a GPU.
 
@@ -69,10 +73,12 @@ def moe(
       ((2, 128), 'bfloat16')
     """
     return apply(x, routing, experts, layer=layer, activation=activation, strategy=strategy,
-                 activation_format=activation_format, out_dtype=out_dtype, interpret=interpret, whole=True)
+                 activation_format=activation_format, weight_on=weight_on, out_dtype=out_dtype, interpret=interpret,
+                 whole=True)
 
 
-def apply(x, routing, experts, *, layer, activation, strategy, activation_format, out_dtype, interpret, whole):
+def apply(x, routing, experts, *, layer, activation, strategy, activation_format, out_dtype, interpret, whole,
+          weight_on="output"):
     """`moe`, also for one device's share of the experts (`whole` False), which may be fewer than a token's slots."""
     x = jnp.asarray(x)
     if jnp.dtype(x.dtype) not in DENSE_FORMATS:
@@ -91,6 +97,8 @@ def apply(x, routing, experts, *, layer, activation, strategy, activation_format
                             f"{experts.w_up.shape}, H last")
     if activation_format not in ACTIVATION_FORMATS:
         raise ArgumentError(f"activation_format: got {activation_format!r}, expected one of {ACTIVATION_FORMATS}")
+    if weight_on not in WEIGHT_ON:
+        raise ArgumentError(f"weight_on: got {weight_on!r}, expected one of {WEIGHT_ON}")
     shape = x.shape
     x, routing = batch_axes.merge(x, routing)
     routing = routing.check(tokens=x.shape[0], num_experts=experts.num_experts)
@@ -108,24 +116,38 @@ def apply(x, routing, experts, *, layer, activation, strategy, activation_format
         choice = choose(x.shape[0], experts, experts_per_token=routing.ids.shape[1], x_dtype=x.dtype, strategy=strategy,
                         interpret=interpret)
     except UnsupportedError as error:
-        if strategy not in KERNEL_PATHS or interpret or not no_gpu_reason():
+        if not TABLE[strategy].decode or interpret or not no_gpu_reason():
             raise
         raise UnsupportedError(f"{error}; or pass interpret=True to run the kernels slowly on the CPU") from None
-    if activation_format and choice.strategy != "expert_centric":
+    path = TABLE[choice.strategy]
+    if activation_format and not path.activation_format:
+        takers = [name for name, s in TABLE.items() if s.activation_format]
         raise ArgumentError(f"activation_format: got {activation_format!r} with strategy {choice.strategy!r}, which "
-                            "never quantises activations; use strategy='expert_centric' or activation_format=None")
+                            f"never quantises activations; use strategy={' or '.join(map(repr, takers))} or "
+                            "activation_format=None")
     operands = x, routing, experts
-    if layer is not None and choice.strategy not in KERNEL_PATHS:
+    if layer is not None and not path.decode:
         exists = (layer >= 0) & (layer < experts.layers)
         routing = Routing(jnp.where(exists, routing.ids, jnp.int32(-1)), routing.weights)
-        experts = experts[layer]
+        experts, layer = experts[layer], None
+    options = dict(layer=layer, interpret=interpret) if path.decode else {}
+    if path.activation_format:
+        options["activation_format"] = activation_format
     with jax.named_scope(f"moe_{choice.strategy}"):
-        if choice.strategy in KERNEL_PATHS:
-            y = KERNEL_PATHS[choice.strategy].run(
-                x, routing, experts, activation=act, layer=layer, out_dtype=out_dtype, interpret=interpret)
-        elif choice.strategy == "expert_centric":
-            y = expert_centric.run(x, routing, experts, activation=act, out_dtype=out_dtype,
-                                   activation_format=activation_format)
+        if weight_on == "input":
+            rows, single = _weighted_rows(x, routing, experts.num_experts, choice.strategy)
+            y = path.run(rows, single, experts, activation=act, out_dtype=jnp.dtype(jnp.float32), **options)
+            y = jnp.sum(y.reshape(*routing.ids.shape, y.shape[-1]), axis=1).astype(out_dtype)
         else:
-            y = reference.run(x, routing, experts, activation=act, out_dtype=out_dtype)
+            y = path.run(x, routing, experts, activation=act, out_dtype=out_dtype, **options)
     return varying.like(y, operands).reshape(shape)  # inside shard_map, JAX takes a kernel's result for replicated
+
+
+def _weighted_rows(x, routing, num_experts, strategy):
+    """x [T, H] times each routing weight, [T * K, H], and the routing of these rows: one slot each, of weight 1."""
+    routed = (routing.ids >= 0) & (routing.ids < jnp.int32(num_experts))
+    weights = jnp.where(routed, routing.weights, jnp.float32(0))
+    rows = (x.astype(jnp.float32)[:, None] * weights[:, :, None]).reshape(-1, x.shape[-1])
+    ids = routing.ids.reshape(-1, 1)
+    rows = rows if strategy == "reference" else rows.astype(x.dtype)
+    return rows, Routing(ids, jnp.ones(ids.shape, jnp.float32))

@@ -10,6 +10,7 @@ output is computed from those, so that only the arithmetic of the code under tes
 Letters: T tokens, H hidden, I intermediate, E experts, K slots per token. An id outside [0, E) is not routed.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -142,12 +143,20 @@ def _norm(a, w):
     return np.sqrt(np.square(a, dtype=np.float32) @ np.square(w, dtype=np.float32).T).astype(np.float64)
 
 
-def _hidden(x, w_gate, w_up, act, h_dtype, unit):
+def _project(x, w, b, unit):
+    """w x + b of rows x [N, H]: exact [N, I] and a bound on the error of its float32 sum."""
+    terms = 2 * x.shape[1] + 1  # products, sums and the bias
+    if b is None:
+        return x @ w.T, _sum_error(terms - 1, _norm(x, w), unit)
+    return x @ w.T + b, _sum_error(terms, np.hypot(_norm(x, w), b), unit)
+
+
+def _hidden(x, expert, act, h_dtype, unit):
     """h = act(w_gate x, w_up x) of rows x [N, H]: exact [N, I] and a bound on its error as stored in h_dtype."""
-    up, up_err = x @ w_up.T, _sum_error(2 * x.shape[1], _norm(x, w_up), unit)  # products and sums
+    up, up_err = _project(x, expert.w_up, expert.b_up, unit)
     gate, gate_err = up, up_err
     if act.gated:
-        gate, gate_err = x @ w_gate.T, _sum_error(2 * x.shape[1], _norm(x, w_gate), unit)
+        gate, gate_err = _project(x, expert.w_gate, expert.b_gate, unit)
     f, u = act.f(gate), act.u(up)
     h = f * u
     err = act.slope * gate_err * np.abs(u) + (np.abs(f) + act.slope * gate_err) * up_err
@@ -158,6 +167,9 @@ def _hidden(x, w_gate, w_up, act, h_dtype, unit):
 
 
 # ----------------------------------------------------------------------------------------------------------- cases
+
+
+Expert = collections.namedtuple("Expert", "w_gate w_up w_down b_gate b_up b_down")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +183,9 @@ class Case:
     w_up: np.ndarray | Quantized  # [E, I, H]
     w_down: np.ndarray | Quantized  # [E, H, I]
     activation: str = "silu"
+    b_gate: np.ndarray | None = None  # [E, I]
+    b_up: np.ndarray | None = None  # [E, I]
+    b_down: np.ndarray | None = None  # [E, H]
 
     @property
     def act(self):
@@ -190,7 +205,7 @@ class Case:
         def to_jax(w):
             return w.to_jax() if isinstance(w, Quantized) else None if w is None else jnp.asarray(w)
 
-        experts = ExpertWeights(*map(to_jax, (self.w_gate, self.w_up, self.w_down)))
+        experts = ExpertWeights(**{name: to_jax(getattr(self, name)) for name in Expert._fields})
         return jnp.asarray(self.x), Routing(jnp.asarray(self.ids), jnp.asarray(self.weights)), experts
 
     def with_mxfp8_x(self):
@@ -202,9 +217,10 @@ class Case:
         return (self.ids >= 0) & (self.ids < self.num_experts)
 
     def expert(self, e):
-        """(w_gate, w_up, w_down) of one expert in float64."""
-        return [w.decode(e) if isinstance(w, Quantized) else None if w is None else w[e].astype(np.float64)
-                for w in (self.w_gate, self.w_up, self.w_down)]
+        """The tensors of one expert in float64."""
+        tensors = (getattr(self, name) for name in Expert._fields)
+        return Expert(*(w.decode(e) if isinstance(w, Quantized) else None if w is None else w[e].astype(np.float64)
+                        for w in tensors))
 
     @functools.cached_property
     def exact(self):
@@ -216,9 +232,8 @@ class Case:
         h, err = np.zeros((2, *self.ids.shape, _part(self.w_up).shape[1]))
         for e in np.unique(self.ids[self.routed()]):
             rows, slots = np.nonzero(self.ids == e)
-            w_gate, w_up, _ = self.expert(e)
             x = self.x[rows].astype(np.float64)
-            h[rows, slots], err[rows, slots] = _hidden(x, w_gate, w_up, self.act, h_dtype, unit)
+            h[rows, slots], err[rows, slots] = _hidden(x, self.expert(e), self.act, h_dtype, unit)
         return h, err
 
     def solve(self, h_dtype, unit):
@@ -226,15 +241,17 @@ class Case:
         y, err, size = np.zeros((3, self.x.shape[0], _part(self.w_down).shape[1]))
         for e in np.unique(self.ids[self.routed()]):
             rows, slots = np.nonzero(self.ids == e)
-            w_gate, w_up, w_down = self.expert(e)
-            h, h_err = _hidden(self.x[rows].astype(np.float64), w_gate, w_up, self.act, h_dtype, unit)
+            expert = self.expert(e)
+            w_down = expert.w_down
+            b_down = np.zeros(len(w_down)) if expert.b_down is None else expert.b_down
+            h, h_err = _hidden(self.x[rows].astype(np.float64), expert, self.act, h_dtype, unit)
             w = self.weights[rows, slots].astype(np.float64)[:, None]
-            np.add.at(y, rows, w * (h @ w_down.T))
+            np.add.at(y, rows, w * (h @ w_down.T + b_down))
             # The signs of w_down are random whatever the errors of h are.
             np.add.at(err, rows, np.abs(w) * LAMBDA * _norm(h_err, w_down))
-            np.add.at(size, rows, np.abs(w) * _norm(np.abs(h) + h_err, w_down))
+            np.add.at(size, rows, np.abs(w) * np.hypot(_norm(np.abs(h) + h_err, w_down), b_down))
         # I products and sums, then K more with the routing weights, which have no random signs.
-        err += _sum_error(2 * _part(self.w_up).shape[1], size, unit)
+        err += _sum_error(2 * _part(self.w_up).shape[1] + (self.b_down is not None), size, unit)
         return y, err + 2 * self.ids.shape[1] * unit * (size + np.abs(y))
 
 
@@ -273,8 +290,10 @@ DTYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
 
 
 def make_case(seed, *, tokens, experts, hidden, intermediate, k, x_dtype="bf16", weights="bf16", pattern="uniform",
-              poison=True, activation="silu"):
+              poison=True, activation="silu", biases=None):
     """A random case: x standard normal, weights standard normal / 8, routing weights positive with sum 1.
+
+    biases: None, or the dtype of standard normal ones on every projection.
 
     poison: NaN in everything that must not be read or must not matter: experts and rows without a routed slot, and
     the routing weights of slots that are not routed.
@@ -311,9 +330,20 @@ def make_case(seed, *, tokens, experts, hidden, intermediate, k, x_dtype="bf16",
             w[idle] = np.nan
         return w
 
-    w_gate = weight(experts, intermediate, hidden) if ACTIVATIONS[activation].gated else None
-    return Case(x, ids, routing, w_gate, weight(experts, intermediate, hidden), weight(experts, hidden, intermediate),
+    def bias(size):
+        b = rng.standard_normal((experts, size), np.float32).astype(DTYPES[biases])
+        if poison:
+            b[idle] = np.nan
+        return b
+
+    gated = ACTIVATIONS[activation].gated
+    w_gate = weight(experts, intermediate, hidden) if gated else None
+    case = Case(x, ids, routing, w_gate, weight(experts, intermediate, hidden), weight(experts, hidden, intermediate),
                 activation)
+    if biases is None:
+        return case
+    return dataclasses.replace(case, b_gate=bias(intermediate) if gated else None, b_up=bias(intermediate),
+                               b_down=bias(hidden))
 
 
 # ------------------------------------------------------------------------------------------------------ comparison

@@ -1,6 +1,7 @@
 """The Flax layer: same numbers as the oracle, one strategy per call, ordinary NNX behaviour."""
 
 import dataclasses
+import functools
 import importlib
 
 import jax
@@ -10,8 +11,22 @@ import oracle
 import pytest
 from flax import nnx
 
-from jax_warp_decode import ArgumentError, ExpertWeights, QuantizedArray, UnsupportedError
-from jax_warp_decode.layers import MoE
+from jax_warp_decode import (
+    ROUTERS,
+    ArgumentError,
+    ExpertSharding,
+    ExpertWeights,
+    QuantizedArray,
+    Router,
+    Routing,
+    UnsupportedError,
+    dequantize,
+    moe,
+    route,
+)
+from jax_warp_decode.choose import TABLE
+from jax_warp_decode.layers import MoE, RouterState, linen_moe
+from jax_warp_decode.shared_experts import append_shared, with_shared
 
 choose_module = importlib.import_module("jax_warp_decode.choose")  # the package has a function of this name
 E, K, H, I = 8, 3, 64, 96
@@ -163,6 +178,231 @@ def test_trains():
     assert float(last) < float(first)
 
 
+# ------------------------------------------------------------------------------------------- structure of the model
+
+# Every option at once, but for those that exclude each other.
+FULL = dict(router=Router(2, "sigmoid", n_group=4, topk_group=2, scale=2.5), router_bias=True, correction_bias=True,
+            expert_scale=True, use_bias=True, num_shared_experts=2, shared_gate=True, strategy="expert_centric",
+            bias_init=nnx.initializers.normal(1.0))
+
+
+@functools.cache
+def full_parts():
+    graphdef, state = nnx.split(jax.jit(lambda: MoE(H, 32, E, 2, **FULL, rngs=nnx.Rngs(0)))())
+    rng = np.random.default_rng(3)
+    for name in ("correction_bias", "expert_scale"):
+        state[name].set_value(state[name].get_value() + rng.normal(0, 0.3, E).astype(np.float32))
+    return graphdef, state
+
+
+def make_full(strategy="expert_centric"):
+    graphdef, state = full_parts()
+    layer = nnx.merge(graphdef, jax.tree.map(lambda a: a, state))
+    layer.set_strategy(strategy)
+    return layer
+
+
+run_layer = jax.jit(lambda layer, x: layer(x))
+
+
+def expected(layer, x):
+    """The layer written out in float64 for each token: every factor in its one place."""
+    p = {n: np.asarray(getattr(layer, n).get_value(), np.float64) for n in (
+        "router", "router_bias", "correction_bias", "expert_scale", "shared_gate", "w_gate", "w_up", "w_down", "b_gate",
+        "b_up", "b_down")}
+
+    def expert(e, t):
+        gate, up = (p[f"w_{n}"][e] @ t + p[f"b_{n}"][e] for n in ("gate", "up"))
+        return p["w_down"][e] @ oracle.silu(gate, up) + p["b_down"][e]
+
+    out = []
+    for t in np.asarray(x, np.float64):
+        scores = oracle.sigmoid(p["router"] @ t + p["router_bias"])
+        choice = (scores + p["correction_bias"]).reshape(4, 2)
+        groups = np.argsort(-choice.sum(1), kind="stable")[:2]
+        ids = sorted((e for g in groups for e in (2 * g, 2 * g + 1)), key=lambda e: -choice.reshape(-1)[e])[:2]
+        weights = 2.5 * scores[ids] / scores[ids].sum() * p["expert_scale"][ids]
+        shared = oracle.sigmoid(p["shared_gate"][0] @ t) * sum(expert(e, t) for e in (E, E + 1))
+        out.append(sum(w * expert(e, t) for w, e in zip(weights, ids, strict=True)) + shared)
+    return np.stack(out)
+
+
+@pytest.mark.parametrize("strategy", [name for name, s in TABLE.items() if s.biases and not s.decode])
+def test_every_option_of_the_layer(strategy):
+    layer, x = make_full(strategy=strategy), jax.random.normal(jax.random.key(1), (5, H))
+    np.testing.assert_allclose(run_layer(layer, x), expected(layer, x), rtol=1e-4, atol=1e-4)
+
+
+def test_d12_scaling_gate_and_shared_expert_once_each():
+    """Constant experts: 2.5 * 1 + 0.5 * 10 = 7.5; without renormalisation 7.2020; without a gate 12.5."""
+    def constant(value, experts=1):
+        w = np.zeros((experts, 1, 32), np.float32)
+        w_gate, w_up, w_down = w.copy(), w.copy(), np.full((experts, 32, 1), value, np.float32)
+        w_gate[:, 0, 0], w_up[:, 0, 0] = 64, 2**-6
+        return ExpertWeights(*map(jnp.asarray, (w_gate, w_up, w_down)))
+
+    x = jnp.zeros((1, 32)).at[0, 0].set(1)
+    router = jnp.zeros((4, 32)).at[:, 0].set(jnp.array([2.0, 1.0, 0.0, -1.0]))
+    experts = append_shared(constant(1, 4), constant(10))
+    for renormalize, shared_gate, want in ((True, True, 7.5), (False, True, 7.2020), (True, False, 12.5)):
+        layer = MoE.from_weights(router, experts, 2, router=Router(2, renormalize=renormalize, scale=2.5),
+                                 num_shared_experts=1, shared_gate=shared_gate, strategy="reference")
+        np.testing.assert_allclose(run_layer(layer, x), want, rtol=1e-4)
+
+
+def routed_and_wide(format, **options):
+    """Four experts of 128 neurons, and shared ones of 256."""
+    size = dict(tokens=3, hidden=128, k=1, weights=format, biases="f32", poison=False, **options)
+    return [oracle.make_case(seed, experts=e, intermediate=i, **size).args() for seed, e, i in (
+        (1, 4, 128), (2, 2, 256))]
+
+
+def test_a_wide_shared_expert_is_the_sum_of_its_parts():
+    (x, routing, experts), (_, _, shared) = routed_and_wide("f32", x_dtype="f32", activation="relu2")
+    gate = jnp.array([[0.5], [1.0], [2.0]])
+
+    @jax.jit
+    def both(x, routing, experts, shared):
+        run = functools.partial(moe, x, strategy="reference", activation="relu2")
+        return (run(with_shared(routing, 4, 8, gate), append_shared(experts, shared)),
+                run(routing, experts) + run(with_shared(None, 0, 2, gate, tokens=3), shared))
+
+    y, want = both(x, routing, experts, shared)
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("format", ["f32", "mxfp8", "nvfp4", "fp8_block128", "fp8_channel", "fp8_tensor"])
+def test_the_parts_of_a_shared_expert_are_bitwise_its_neurons(format):
+    (_, _, experts), (_, _, shared) = routed_and_wide(format)
+    joined = append_shared(experts, shared)
+    joined.check()
+    assert (joined.num_experts, joined.intermediate, joined.format) == (8, 128, format)
+    for name, w in joined.weights.items():
+        w, routed, wide = (np.asarray(dequantize(a)) for a in (w, experts.weights[name], shared.weights[name]))
+        np.testing.assert_array_equal(w[:4], routed)
+        np.testing.assert_array_equal(np.concatenate([w[[4, 6]], w[[5, 7]]], axis=2 if name == "w_down" else 1), wide)
+    np.testing.assert_array_equal(joined.b_up[4:].reshape(2, 256), shared.b_up)
+    np.testing.assert_array_equal(joined.b_down[4::2], shared.b_down)
+    assert not np.asarray(joined.b_down[5::2]).any()
+    if format == "mxfp8":
+        stacked = append_shared(*(jax.tree.map(lambda a: jnp.stack([a, a]), e) for e in (experts, shared)))
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda a: a[1], stacked), joined)
+
+
+def test_ids_that_mean_not_here_do_not_reach_the_shared_expert():
+    routing = with_shared(Routing(jnp.array([[0, 4], [5, -1]]), jnp.ones((2, 2))), 4, 6)
+    assert routing.ids.tolist() == [[0, -1, 4, 5], [-1, -1, 4, 5]]
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(intermediate=96), "shared: got I = 96, expected a multiple of I = 64"),
+    (dict(hidden=128), "shared: got hidden 128, expected 64"),
+    (dict(weights="mxfp8"), "shared: got format mxfp8, expected f32"),
+    (dict(activation="relu2"), "shared.w_gate"),
+])
+def test_shared_experts_that_do_not_fit(change, message):
+    size = dict(tokens=1, experts=2, hidden=64, intermediate=64, k=1, weights="f32")
+    experts, shared = (oracle.make_case(0, **{**size, **c}).args()[2] for c in ({}, change))
+    with pytest.raises(ArgumentError, match=message):
+        append_shared(experts, shared)
+
+
+def test_a_shared_expert_whose_blocks_would_be_cut():
+    size = dict(tokens=1, hidden=128, k=1, weights="fp8_block128")
+    experts, shared = (oracle.make_case(0, experts=1, intermediate=i, **size).args()[2] for i in (64, 128))
+    with pytest.raises(ArgumentError, match="128 neurons in blocks of 128.*2 parts of 64 would cut"):
+        append_shared(experts, shared)
+
+
+def test_one_set_of_parameters_trains_and_serves():
+    """Gradients reach every parameter but the correction bias, which no optimiser of `nnx.Param` sees."""
+    layer, x = make_full(), jax.random.normal(jax.random.key(1), (5, H))
+    assert isinstance(layer.correction_bias, RouterState)
+    graphdef, params, rest = nnx.split(layer, nnx.Param, ...)
+    grads = jax.jit(jax.grad(lambda p: jnp.sum(nnx.merge(graphdef, p, rest)(x) ** 2)))(params)
+    assert set(grads) == {"router", "router_bias", "expert_scale", "shared_gate", "w_gate", "w_up", "w_down", "b_gate",
+                          "b_up", "b_down"}
+    assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grads))
+    layer.set_experts(layer.experts.astype(jnp.bfloat16))
+    layer.set_strategy("auto")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choose_module, "no_gpu_reason", lambda: "")  # as on a GPU
+        assert layer.choice(1, jnp.bfloat16).strategy == "warp_decode"
+    assert layer.experts.biases["b_up"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("format", [None, "mxfp8"])
+def test_state_round_trips_through_orbax(format, tmp_path):
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    layer = make_full()
+    if format:
+        layer.set_experts(layer.experts.quantize(format))
+    graphdef, state = nnx.split(layer)
+    with checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "layer", state)
+        checkpointer.wait_until_finished()
+        abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state)
+        restored = checkpointer.restore(tmp_path / "layer", abstract)
+    again = nnx.merge(graphdef, restored)
+    assert again.experts.format == layer.experts.format
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(*(np.asarray(v).view(np.uint8) for v in (a, b))),
+                 again.experts, layer.experts)
+
+
+def test_linen_has_the_same_options_and_parameters():
+    module = linen_moe(H, 32, E, 2, **FULL | dict(strategy="reference"))
+    x = jax.random.normal(jax.random.key(1), (2, 3, H))
+    variables = jax.eval_shape(module.init, jax.random.key(0), x)
+    layer = make_full(strategy="reference")
+    state = nnx.to_pure_dict(nnx.state(layer))
+    assert variables["params"].keys() | variables["RouterState"].keys() == state.keys()
+    correction = {"correction_bias": state.pop("correction_bias")}
+    layer.set_experts(layer.experts.quantize("mxfp8"))
+    y = jax.jit(module.apply)({"params": state | layer.experts.weights, "RouterState": correction}, x)
+    np.testing.assert_allclose(y, run_layer(layer, x), rtol=1e-5, atol=1e-5)
+
+
+def test_on_a_mesh_parameters_carry_their_places():
+    devices = jax.device_count()
+    mesh = jax.make_mesh((devices,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = ExpertSharding(mesh, expert_axis="expert")
+    options = dict(num_experts=E - 1, num_shared_experts=1, num_experts_per_token=2, strategy="expert_centric")
+    one, layer = jax.jit(lambda: [MoE(H, 32, **options, sharding=s, rngs=nnx.Rngs(0)) for s in (None, sharding)])()
+    specs = nnx.get_partition_spec(nnx.state(layer, nnx.Param))
+    assert tuple(specs["w_down"].get_value()) == ("expert", None, None)
+    assert layer.w_up.get_value().sharding.shard_shape((E, 32, H)) == (E // devices, 32, H)
+    x = jax.random.normal(jax.random.key(1), (2, 3, H))
+    np.testing.assert_allclose(run_layer(layer, x), run_layer(one, x), rtol=1e-5, atol=1e-5)
+    layer.set_experts(layer.experts.astype(jnp.bfloat16))
+    assert layer.w_up.get_value().sharding.mesh == mesh
+
+
+def test_from_weights_draws_and_copies_nothing():
+    case = oracle.make_case(5, tokens=2, experts=E, hidden=H, intermediate=32, k=2, weights="mxfp8", biases="f32",
+                            poison=False)
+    x, _, experts = case.args()
+    router = jnp.asarray(random_router(6))
+    layer = MoE.from_weights(router, experts, 2, router=Router(2, "sigmoid"), correction_bias=True,
+                             strategy="reference")
+    assert layer.experts.w_up.values is experts.w_up.values and layer.router.get_value() is router
+    routing = route(jnp.einsum("th,eh->te", x.astype(jnp.float32), router, precision="highest"), Router(2, "sigmoid"))
+    want = jax.jit(functools.partial(moe, strategy="reference"))(x, routing, experts)
+    np.testing.assert_array_equal(run_layer(layer, x), want)
+    with pytest.raises(ArgumentError, match=r"w_router: got shape \(8, 64\), expected \(7, 64\)"):
+        MoE.from_weights(router, experts, 2, num_shared_experts=1)
+
+
+def test_explain_names_strategy_reason_and_configurations():
+    layer = MoE(H, 64, E, 2, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choose_module, "no_gpu_reason", lambda: "")  # as on a GPU
+        layer.set_strategy("warp_decode")
+        text = str(layer.explain(1))
+    assert text.startswith("warp_decode (asked for)") and "GateUpConfig(" in text and "heuristic" in text
+    layer.set_strategy("reference")
+    assert layer.explain(1).configs == {}
+
+
 def test_x64_mode_changes_nothing():
     layer = MoE(H, I, E, K, strategy="expert_centric", rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (3, H), jnp.bfloat16)
@@ -178,6 +418,12 @@ def test_x64_mode_changes_nothing():
     (dict(num_experts=0), "num_experts: got 0"),
     (dict(activation="gelu"), "activation: got 'gelu'"),
     (dict(strategy="fastest"), "strategy: got 'fastest'"),
+    (dict(router=ROUTERS["mixtral"]), "router: got k=2, expected num_experts_per_token 3; use dataclasses.replace"),
+    (dict(router=Router(3, n_group=3)), "n_group: got 3"),
+    (dict(router=Router(3), renormalize=False), "renormalize: got False beside a Router"),
+    (dict(shared_gate=True), "num_shared_experts: got 0 with shared_gate=True, expected at least 1"),
+    (dict(weight_on="both"), "weight_on: got 'both'"),
+    (dict(weight_on="input", shared_gate=True, num_shared_experts=1), "shared_gate: got True with weight_on='input'"),
 ])
 def test_bad_options(options, message):
     sizes = dict(hidden_size=H, intermediate_size=I, num_experts=E, num_experts_per_token=K)
@@ -195,5 +441,7 @@ def test_bad_input(x):
 def test_experts_of_another_size_are_refused():
     layer = MoE(H, I, E, K, strategy="reference", rngs=nnx.Rngs(0))
     w = jnp.ones((E, H, H))
-    with pytest.raises(ArgumentError, match=r"experts.w_gate: got shape .* expected \(8, 96, 64\)"):
+    with pytest.raises(ArgumentError, match=r"experts.w_gate: got shape .* expected \(8, 96, 64\) = \[E, I, H\]"):
         layer.set_experts(ExpertWeights(w, w, w))
+    with pytest.raises(ArgumentError, match="experts: got w_up, w_down, expected w_gate, w_up, w_down"):
+        layer.set_experts(ExpertWeights(None, w, w))

@@ -1,5 +1,6 @@
 """The op: every strategy against the oracle, the choice between them, transforms, and what is refused."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 from jax_warp_decode import (
     ACTIVATIONS,
+    FORMATS,
     STRATEGIES,
     ArgumentError,
     ExpertWeights,
@@ -20,7 +22,8 @@ from jax_warp_decode import (
     moe,
     quantize,
 )
-from jax_warp_decode.paths import warp_decode
+from jax_warp_decode.choose import TABLE, measured_format
+from jax_warp_decode.paths import shared_decode, warp_decode
 
 SMALL = dict(tokens=2, experts=4, hidden=128, intermediate=64, k=2)
 H_DTYPE = {"bf16": "float32", "mxfp8": "bfloat16"}  # the intermediate of warp decode, by weight format
@@ -90,6 +93,20 @@ def test_auto_switches_by_load_and_explains_it():
     assert choice.strategy == "expert_centric" and "float32" in choice.reason
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_format_is_ranked_by_its_bits(format):
+    """A format that was not measured changes strategies where the one with the nearest bits per value does."""
+    E, I, H = 128, 768, 2048
+    up, down = (FORMATS[format].structs(shape) for shape in ((E, I, H), (E, H, I)))
+    experts = ExpertWeights(up, up, down)
+    assert measured_format(format) == "mxfp8" and measured_format("f16") == "bf16"
+    pick = functools.partial(choose, experts=experts, experts_per_token=8, x_dtype=jnp.bfloat16, interpret=True)
+    assert pick(8).strategy == "warp_decode"  # 0.5 pairs per expert
+    beyond = pick(16)  # 1 pair
+    assert (beyond.strategy == "shared_decode") == (not shared_decode.refusal(16, 8, experts))
+    assert beyond.strategy in ("shared_decode", "warp_decode")
+
+
 @pytest.mark.parametrize("strategy", ["expert_centric", "reference"])
 def test_no_tokens(strategy):
     case = oracle.make_case(4, **{**SMALL, "tokens": 0})
@@ -100,6 +117,80 @@ def test_no_tokens(strategy):
 def test_no_tokens_in_warp_decode():
     y = run(oracle.make_case(4, **{**SMALL, "tokens": 0}), strategy="warp_decode", interpret=True)
     assert y.shape == (0, 128) and y.dtype == jnp.bfloat16
+
+
+# ------------------------------------------------------------------------------------------------------- structure
+
+
+def stored(strategy, case):
+    """What the strategy stores the intermediate in."""
+    half = "float32" if isinstance(case.w_up, np.ndarray) else "bfloat16"
+    return {"warp_decode": half, "reference": "float32"}.get(strategy, case.x.dtype.name)
+
+
+TINY = dict(tokens=2, experts=3, hidden=128, intermediate=64, k=2)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_expert_biases(strategy):
+    """Right, or refused by name; "auto" takes one that adds them. The routing weight counts for the bias of down."""
+    case = oracle.make_case(31, **TINY, weights="mxfp8", biases="bf16", pattern="skipped")
+    options = dict(strategy=strategy, interpret=TABLE[strategy].decode)
+    if TABLE[strategy].biases:
+        oracle.assert_close(run(case, **options), case, h_dtype=stored(strategy, case))
+    else:
+        with pytest.raises(UnsupportedError, match=rf"{strategy}.*biases \(b_gate, b_up, b_down\)"):
+            run(case, **options)
+    assert TABLE[choose(2, case.args()[2], experts_per_token=2, x_dtype=jnp.bfloat16, interpret=True).strategy].biases
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_experts_without_a_gate(strategy):
+    case = oracle.make_case(32, **TINY, activation="relu2", biases="f32", pattern="skipped")
+    case = case if TABLE[strategy].biases else dataclasses.replace(case, b_up=None, b_down=None)
+    options = dict(strategy=strategy, activation="relu2", interpret=TABLE[strategy].decode)
+    if TABLE[strategy].gateless:
+        oracle.assert_close(run(case, **options), case, h_dtype=stored(strategy, case))
+    else:
+        with pytest.raises(UnsupportedError, match=f"{strategy}.*no gate projection"):
+            run(case, **options)
+
+
+@pytest.mark.parametrize("strategy", ["reference", "expert_centric", "warp_decode"])
+def test_routing_weight_on_the_input(strategy):
+    """Llama-4: the expert sees the scaled token. A sum over two slots, skipped ones with NaN weights among them."""
+    case = oracle.make_case(33, **TINY, pattern="skipped")
+    routed = case.routed()[..., None]
+    rows = np.where(routed, case.x.astype(np.float32)[:, None] * np.where(routed, case.weights[..., None], 0), 0)
+    rows = rows if strategy == "reference" else rows.astype(case.x.dtype)
+    slots = dataclasses.replace(case, x=rows.reshape(-1, TINY["hidden"]), ids=case.ids.reshape(-1, 1),
+                                weights=np.ones((case.ids.size, 1), np.float32))
+    exact, bound = (a.reshape(*case.ids.shape, -1).sum(1) for a in slots.solve(stored(strategy, case), 2.0**-24))
+    y = run(case, strategy=strategy, interpret=TABLE[strategy].decode, weight_on="input", out_dtype=jnp.float32)
+    assert (np.abs(np.asarray(y) - exact) <= bound + 2.0**-22 * np.abs(exact)).all()
+    assert np.abs(exact - case.exact).max() > 0.1  # another layer than with weights on the output
+
+
+def test_gradients_with_biases_and_weights_on_the_input():
+    case = oracle.make_case(34, **TINY, x_dtype="f32", weights="f32", biases="f32", poison=False)
+    x, routing, experts = case.args()
+
+    def loss(x, weights, experts):
+        routed = Routing(routing.ids, weights)
+        return jnp.sum(jnp.sin(moe(x, routed, experts, strategy="expert_centric", weight_on="input")))
+
+    def direct(x, weights, experts):
+        y = jnp.zeros_like(x)
+        for k in range(routing.ids.shape[1]):
+            pick = jax.tree.map(lambda a, k=k: a[routing.ids[:, k]], experts)
+            rows = x * weights[:, k, None]
+            gate, up = (jnp.einsum("tih,th->ti", w, rows, precision="highest") + b
+                        for w, b in ((pick.w_gate, pick.b_gate), (pick.w_up, pick.b_up)))
+            y += jnp.einsum("thi,ti->th", pick.w_down, jax.nn.silu(gate) * up, precision="highest") + pick.b_down
+        return jnp.sum(jnp.sin(y))
+
+    got, want = (jax.jit(jax.grad(f, argnums=(0, 1, 2)))(x, routing.weights, experts) for f in (loss, direct))
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4), got, want)
 
 
 # ---------------------------------------------------------------------------------------------------- transforms
@@ -207,6 +298,13 @@ def with_weights(**change):
     (lambda: dict(experts=with_weights(w_down=jnp.ones((4, 128), jnp.bfloat16))), ["w_down", "(4, 128)", "[E, H, I]"]),
     (lambda: dict(experts=with_weights(w_gate=jnp.ones((4, 64, 128), jnp.int8))), ["w_gate", "int8"]),
     (lambda: dict(experts=with_weights(w_up=quantize(jnp.ones((4, 64, 128)), "mxfp8"))), ["mixed formats"]),
+    (lambda: dict(experts=with_weights(b_down=jnp.ones((4, 64)))), ["b_down", "(4, 64)", "(4, 128)", "[E, H]"]),
+    (lambda: dict(experts=with_weights(b_up=jnp.ones((64,)))), ["b_up", "(64,)", "(4, 64)", "[E, I]"]),
+    (lambda: dict(experts=with_weights(b_up=jnp.ones((4, 64), int))), ["b_up", "int32", "float32"]),
+    (lambda: dict(experts=with_weights(w_gate=None, b_gate=jnp.ones((4, 64))), activation="relu2"),
+     ["b_gate", "w_gate"]),
+    (lambda: dict(experts=with_weights(w_up=None)), ["w_up", "None", "only w_gate"]),
+    (lambda: dict(weight_on="both"), ["weight_on", "both", "input"]),
     (lambda: dict(strategy="warp"), ["strategy", "warp", "warp_decode", "expert_centric"]),
     (lambda: dict(activation="swish"), ["activation", "swish", "silu"]),
     (lambda: dict(activation_format="fp8"), ["activation_format", "fp8", "mxfp8"]),

@@ -55,11 +55,14 @@ def _add_expert(x, routing, activation, y, expert):
     used = jnp.any(chosen, axis=1, keepdims=True)
     rows, any_used = _select(used, x), jnp.any(used)
 
-    def project(rows, w):
-        return None if w is None else _matmul(rows, _select(any_used, widen(w, jnp.float32)))
+    def project(rows, w, b):
+        if w is None:
+            return None
+        out = _matmul(rows, _select(any_used, widen(w, jnp.float32)))
+        return out if b is None else out + _select(any_used, b.astype(jnp.float32))
 
-    h = activation.apply(project(rows, weights.w_gate), project(rows, weights.w_up))
-    return y + _select(used, project(h, weights.w_down)) * share, None
+    h = activation.apply(project(rows, weights.w_gate, weights.b_gate), project(rows, weights.w_up, weights.b_up))
+    return y + _select(used, project(h, weights.w_down, weights.b_down)) * share, None
 
 
 def _select(keep: jax.Array, a: jax.Array) -> jax.Array:
