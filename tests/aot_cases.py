@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from bench.tune_router import aot_cases as router_cases
+from jax_warp_decode import tuning
 from jax_warp_decode.activations import ACTIVATIONS, get_activation
 from jax_warp_decode.experts import ExpertWeights
 from jax_warp_decode.formats import FORMATS
@@ -52,6 +53,41 @@ def stacked_case(name, fmt, L):
     return f"stacked-{name}-{fmt}-L{L}", run, args, dict(LIMITS, max_temp_bytes=2 * 4 * K * I)
 
 
+def small(case, lanes=16):
+    """The case with two rows a warp and one step at a time, which compiles fast."""
+    name, run, args, limits = case
+    configs = GateUpConfig(lanes, 2, 1), DownConfig(lanes, 2, 1)
+
+    def run_small(*args):
+        with tuning.override(*configs):
+            return run(*args)
+
+    return name, run_small, args, limits
+
+
+def format_cases():
+    """A layer in every other format; blocks of 128 that steps do not divide; chunks of short rows, met by float16."""
+    limits = dict(max_narrow_loads=80)  # scales are more or wider, and the loads of nvfp4 are 8 bytes
+    for case in (layer_case("qwen3-30b", "mxfp4", 1), layer_case("gemma4-26b", "fp8_block128", 8),
+                 layer_case("odd", "mxfp4", 1, jnp.float16)):
+        yield *case[:3], case[3] | limits
+    for fmt in ("mxfp8_e5m2", "nvfp4", "fp8_block128", "fp8_channel", "fp8_tensor", "int8_channel", "int4_group32"):
+        yield small(layer_case("qwen3-30b", fmt, 1))
+
+
+def bias_cases():
+    """A stack of gpt-oss layers as they are published, biases and all; experts without a gate."""
+    H, I, E, K = SHAPES["gpt-oss-20b"]
+    weights = (_weight("mxfp4", 24, E, n, m) for n, m in ((I, H), (I, H), (H, I)))
+    experts = ExpertWeights(*weights, *(S((24, E, n), jnp.bfloat16) for n in (I, I, H)))
+    run = functools.partial(warp_decode.run, activation=get_activation("clamped_swiglu"), layer=3)
+    x, ids = S((1, H), jnp.bfloat16), S((1, K), jnp.int32)
+    yield small(("bias-gpt-oss-20b", run, (x, Routing(ids, S((1, K), jnp.float32)), experts),
+                 dict(LIMITS, max_temp_bytes=2 * K * I)))
+    relu2 = functools.partial(moe_gate_up_3d_batched, activation="relu2")
+    yield "gate_up-relu2", relu2, (x, ids, None, _weight("bf16", E, I, H)), LIMITS
+
+
 def config_cases():
     """Kernels away from the heuristic's choice: narrower lanes, and an unroll that leaves steps over."""
     H, I, E, K = SHAPES["qwen3-30b"]
@@ -91,6 +127,8 @@ def aot_cases():
     yield layer_case("qwen3-30b", "f16", 1, jnp.float16)
     yield stacked_case("qwen3-30b", "bf16", 48)
     yield stacked_case("qwen3-30b", "mxfp8", 48)
+    yield from format_cases()
+    yield from bias_cases()
     yield from config_cases()
     yield from activation_cases()
     yield from router_cases()

@@ -4,13 +4,16 @@ import math
 
 import jax.numpy as jnp
 
+from jax_warp_decode.activations import Activation
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
-from jax_warp_decode.experts import Weight
+from jax_warp_decode.experts import Weight, weight_format
 from jax_warp_decode.formats import QuantizedArray
+from jax_warp_decode.kernels import kernel_format
 from jax_warp_decode.kernels.expert_index import ExpertIndex
 from jax_warp_decode.kernels.tile import RowTile
 
 HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+LANE_COUNTS = (kernel_format.LEAST_LANES, 8, 16, 32)
 OUT_DTYPES = (*HALF, jnp.dtype(jnp.float32))
 WAY_OUT = "call moe with strategy='auto', which takes another path"
 NO_GRADIENT = "has no gradient; differentiate moe with strategy='expert_centric' or 'reference', from the same weights"
@@ -33,26 +36,37 @@ def _dtype(name: str, a, allowed, way_out: str) -> None:
         raise ArgumentError(f"{name}: got dtype {a.dtype}, expected {' or '.join(map(str, allowed))}; {way_out}")
 
 
-def gate_up_shapes(x, ids, w_gate: Weight, w_up: Weight, index: ExpertIndex) -> tuple[int, int, int, int]:
-    """Checks the arguments of `moe_gate_up_3d_batched`; returns T, K, H, I."""
+def gate_up_shapes(x, ids, w_gate: Weight | None, w_up: Weight, b_gate, b_up, activation: Activation,
+                   index: ExpertIndex) -> tuple[int, int, int, int, str]:
+    """Checks the arguments of `moe_gate_up_3d_batched`; returns T, K, H, I and the format of the weights."""
     stack = "L" if index.layers is not None else ""
     _rank("x", x, "TH")
     _rank("ids", ids, "TK")
-    _rank("w_gate", w_gate, f"{stack}EIH")
-    (T, H), I, stacked = x.shape, w_gate.shape[-2], w_gate.shape[:-2]
+    if activation.gated != (w_gate is not None):
+        got, expected = ("None", "a weight") if activation.gated else ("a weight", "None")
+        raise ArgumentError(f"w_gate: got {got} with activation {activation.name!r}, expected {expected}; "
+                            f"only gated activations have one")
+    name, w = ("w_up", w_up) if w_gate is None else ("w_gate", w_gate)
+    _rank(name, w, f"{stack}EIH")
+    (T, H), I, stacked = x.shape, w.shape[-2], w.shape[:-2]
     axes = ", ".join(f"{stack}EIH")
-    _matches("w_gate", w_gate, (*stacked, I, H), f"[{axes}] with H from x {x.shape}")
+    _matches(name, w, (*stacked, I, H), f"[{axes}] with H from x {x.shape}")
     _rank("w_up", w_up, f"{stack}EIH")
-    _matches("w_up", w_up, (*stacked, I, H), f"[{axes}] as w_gate {w_gate.shape}")
+    _matches("w_up", w_up, (*stacked, I, H), f"[{axes}] as {name} {w.shape}")
     _matches("ids", ids, (T, ids.shape[1]), f"[T, K] with T from x {x.shape}")
     _dtype("x", x, HALF, f"cast x, or {WAY_OUT} for float32 activations")
-    if weight_itemsize("w_gate", w_gate) != weight_itemsize("w_up", w_up):
-        raise ArgumentError(f"w_up: got {w_up.dtype} {type(w_up).__name__}, expected the format of w_gate")
-    return T, ids.shape[1], H, I
+    format = format_of(name, w)
+    if format_of("w_up", w_up) != format:
+        raise ArgumentError(f"w_up: got {weight_format(w_up)}, expected {format}, the format of w_gate")
+    if b_gate is not None and w_gate is None:
+        raise ArgumentError("b_gate: got an array without w_gate, expected None")
+    for b_name, b in (("b_gate", b_gate), ("b_up", b_up)):
+        _bias(b_name, b, (*stacked, I), f"{stack}EI")
+    return T, ids.shape[1], H, I, format
 
 
-def down_shapes(h, ids, weights, w_down: Weight, index: ExpertIndex) -> tuple[int, int, int, int]:
-    """Checks the arguments of `moe_down_3d_batched`; returns T, K, H, I."""
+def down_shapes(h, ids, weights, w_down: Weight, b_down, index: ExpertIndex) -> tuple[int, int, int, int, str]:
+    """Checks the arguments of `moe_down_3d_batched`; returns T, K, H, I and the format of the weights."""
     stack = "L" if index.layers is not None else ""
     _rank("h", h, "TKI")
     _rank("w_down", w_down, f"{stack}EHI")
@@ -60,8 +74,17 @@ def down_shapes(h, ids, weights, w_down: Weight, index: ExpertIndex) -> tuple[in
     _matches("w_down", w_down, (*stacked, H, I), f"[{', '.join(f'{stack}EHI')}] with I from h {h.shape}")
     _matches("ids", ids, (T, K), f"[T, K] as in h {h.shape}")
     _matches("weights", weights, (T, K), f"[T, K] as in h {h.shape}")
-    _dtype("h", h, OUT_DTYPES, "cast h")
-    return T, K, H, I
+    format = format_of("w_down", w_down)
+    _dtype("h", h, HALF if kernel_format.find(format).paired else OUT_DTYPES, f"cast h, for {format} weights")
+    _bias("b_down", b_down, (*stacked, H), f"{stack}EH")
+    return T, K, H, I, format
+
+
+def _bias(name: str, b, want: tuple[int, ...], axes: str) -> None:
+    if b is not None:
+        _rank(name, b, axes)
+        _matches(name, b, want, f"[{', '.join(axes)}] as the weights")
+        _dtype(name, b, OUT_DTYPES, "cast it")
 
 
 def out_dtype(dtype) -> jnp.dtype:
@@ -71,26 +94,30 @@ def out_dtype(dtype) -> jnp.dtype:
     return jnp.dtype(dtype)
 
 
-def weight_itemsize(name: str, w: Weight) -> int:
-    """Bytes per stored value of a weight the kernels can read."""
+def format_of(name: str, w: Weight) -> str:
+    """The format of a weight, a key of `KERNEL_FORMATS`, if the warp-decode kernels can read it."""
     if isinstance(w, QuantizedArray):
         w.check(name)
-        if w.format != "mxfp8":
-            raise UnsupportedError(f"{name}: got format {w.format!r}, warp decode reads 'mxfp8' and dense bf16 or f16; "
-                                   f"requantise, or {WAY_OUT}")
-        return 1
+        return w.format
     _dtype(name, w, HALF, f"cast or quantise the weights, or {WAY_OUT}")
-    return 2
+    return weight_format(w)
 
 
-def dimensions(name: str, cols: int, n: int, itemsize: int) -> None:
+def weight_itemsize(name: str, w: Weight) -> int:
+    """Bytes per stored value of a weight, of which there is one for dense formats and one for MXFP8."""
+    format = format_of(name, w)
+    if isinstance(w, QuantizedArray) and format != "mxfp8":
+        raise UnsupportedError(f"{name}: got format {format!r}, expected 'mxfp8' or dense bf16 or f16; "
+                               f"requantise, or {WAY_OUT}")
+    return 1 if format == "mxfp8" else 2
+
+
+def dimensions(name: str, cols: int, n: int, format: str) -> None:
     """Refuses a weight [n, cols] that no `RowTile` can walk."""
-    least = 32 if itemsize == 2 else 64
-    if cols % 32 or cols < least or n % 32:
-        padded = max(least, math.ceil(cols / 32) * 32)
+    if cols % 32 or n % 32 or not cols:
         raise UnsupportedError(
-            f"{name}: got [.., {n}, {cols}], warp decode needs multiples of 32 and at least {least} columns; pad with "
-            f"zeros to [.., {math.ceil(n / 32) * 32}, {padded}] once, or {WAY_OUT}")
+            f"{name}: got [.., {n}, {cols}], warp decode needs multiples of 32; pad with zeros to "
+            f"[.., {math.ceil(n / 32) * 32}, {max(32, math.ceil(cols / 32) * 32)}] once, or {WAY_OUT}")
 
 
 def config_type(config, kind: type):
@@ -102,10 +129,12 @@ def config_type(config, kind: type):
 
 def config_fits(name: str, rows: RowTile, n: int, unroll: int) -> None:
     """Refuses a config that does not divide the work evenly."""
-    if rows.lanes not in (4, 8, 16, 32) or rows.step > rows.cols or rows.rows < 1 or n % rows.out_rows:
+    # A warpgroup's rows must lie under one row of scales where scales cover several rows.
+    multiple = math.gcd(n, *(scale.rows for scale in rows.spec.scales if scale.rows and scale.rows > 1))
+    if rows.lanes not in LANE_COUNTS or rows.step > rows.cols or rows.rows < 1 or multiple % rows.out_rows:
         raise ArgumentError(
             f"config: lanes={rows.lanes}, rows={rows.rows} do not fit {name} [.., {n}, {rows.cols}]; lanes must "
             f"be 4, 8, 16 or 32 and cover at most one row ({rows.vec} columns each), and a warpgroup's {rows.out_rows} "
-            f"rows must divide {n}")
+            f"rows must divide {multiple}")
     if unroll < 1:
         raise ArgumentError(f"config: got unroll={unroll}, expected at least 1")

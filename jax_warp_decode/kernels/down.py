@@ -11,6 +11,7 @@ Grid: (row tile, token), tokens fastest, so that tokens which share an expert me
 
 import dataclasses
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,10 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_warp_decode import compat, tuning
-from jax_warp_decode.experts import Weight, weight_format
+from jax_warp_decode.experts import Weight
 from jax_warp_decode.gradients import without_gradient
-from jax_warp_decode.kernels import checks, tile
-from jax_warp_decode.kernels.expert_index import ExpertIndex
+from jax_warp_decode.kernels import checks, kernel_format, tile
+from jax_warp_decode.kernels.expert_index import ExpertIndex, take
 from jax_warp_decode.kernels.tile import RowTile
 from jax_warp_decode.routing import float32_weights, int32_ids
 
@@ -41,22 +42,24 @@ class DownConfig:
     unroll: int
 
     @classmethod
-    def heuristic(cls, T: int, K: int, H: int, I: int, itemsize: int) -> "DownConfig":
-        """A good configuration for any shape the kernel takes."""
-        # From sweeps (bench/NOTES.md): with one-byte weights, rows that share h pay once there are warps enough.
-        per_warp = 2 if itemsize == 2 else next((r for r in (4, 2) if T * H >= 2048 * r), 1)
+    def heuristic(cls, T: int, K: int, H: int, I: int, itemsize: str) -> "DownConfig":
+        """A good configuration for any shape the kernel takes; `itemsize` is the name of the format."""
+        # From sweeps (bench/NOTES.md): with narrow weights, rows that share h pay once there are warps enough.
+        narrow = kernel_format.find(itemsize).narrow
+        per_warp = next((r for r in (4, 2) if T * H >= 2048 * r), 1) if narrow else 2
         lanes, rows = tile.pick_tile(I, H, itemsize, per_warp)
-        in_flight = 24 if rows == 1 else 8 if itemsize == 2 and T == 1 else 12
+        in_flight = 24 if rows == 1 else 12 if narrow or T > 1 else 8
         return cls(lanes, rows, unroll=min(K * RowTile(I, itemsize, lanes, rows).steps, max(1, in_flight // rows)))
 
 
 @functools.cache
-def _build(T: int, K: int, H: int, I: int, index: ExpertIndex, itemsize: int, out_dtype, config: DownConfig, interpret):
+def _build(T: int, K: int, rows: RowTile, H: int, index: ExpertIndex, biased: bool, out_dtype, unroll: int, interpret):
     """One jitted kernel per static configuration, so that equal layers share one trace and one compiled kernel."""
-    rows = RowTile(I, itemsize, config.lanes, config.rows)
 
     def body(ids_ref, weights_ref, h_ref, *refs):
-        layer_refs, (*down_refs, y_ref) = refs[:index.num_operands], refs[index.num_operands:]
+        refs = list(refs)
+        layer_refs, down_refs = take(refs, index.num_operands), take(refs, rows.num_weight_operands)
+        *bias_refs, y_ref = refs
         row_tile, token = lax.axis_index("row_tile"), lax.axis_index("token")
 
         # A slot that is not routed reads the rows of a routed slot instead: they are in cache, nothing is read out
@@ -65,6 +68,14 @@ def _build(T: int, K: int, H: int, I: int, index: ExpertIndex, itemsize: int, ou
         for k in reversed(range(K)):
             expert, routed = index.lookup(ids_ref, token * K + k, layer_refs)
             stand_in = jnp.where(routed, expert, stand_in)
+
+        def bias(k):
+            expert, routed = index.lookup(ids_ref, token * K + k, layer_refs)
+            own = jnp.where(routed, expert, jnp.maximum(stand_in, 0))
+            row_biases = weights_ref[token * K + k] * rows.load_rows(*bias_refs, own, row_tile)
+            return jnp.where(lax.broadcast_in_dim(routed, row_biases.shape, ()), row_biases, jnp.float32(0))
+
+        biases = [bias(k) for k in range(K)] if biased else []
 
         def group(steps, acc):
             def look_up(slot):
@@ -82,9 +93,9 @@ def _build(T: int, K: int, H: int, I: int, index: ExpertIndex, itemsize: int, ou
                 acc = acc + jnp.where(lax.broadcast_in_dim(routed, partial.shape, ()), partial, jnp.float32(0))
             return acc
 
-        acc = tile.unrolled_loop(K * rows.steps, config.unroll, stand_in >= 0, group, rows.zeros())
-        y = rows.reduce(acc).astype(out_dtype)
-        compat.store_unaligned(y_ref.at[token, rows.row_slice(row_tile)], y)
+        acc = tile.unrolled_loop(K * rows.steps, unroll, stand_in >= 0, group, rows.zeros())
+        y = functools.reduce(operator.add, biases, rows.reduce(acc))
+        compat.store_unaligned(y_ref.at[token, rows.row_slice(row_tile)], y.astype(out_dtype))
 
     return without_gradient(jax.jit(plgpu.kernel(
         body,
@@ -103,6 +114,7 @@ def moe_down_3d_batched(
     weights: jax.Array,
     w_down: Weight,
     *,
+    b_down: jax.Array | None = None,
     layer: jax.Array | int | None = None,
     out_dtype=jnp.bfloat16,
     config: DownConfig | None = None,
@@ -111,11 +123,14 @@ def moe_down_3d_batched(
     """Down projection of every slot and the weighted sum over a token's slots, in one pass.
 
     Args:
-      h: [T, K, I] intermediate from `moe_gate_up_3d_batched`: float32, bfloat16 or float16.
+      h: [T, K, I] intermediate from `moe_gate_up_3d_batched`: bfloat16, float16 or, unless the weights have four bits,
+        float32.
       ids: [T, K] integer expert ids. A slot whose id lies outside [0, E) adds exactly 0, whatever its weight and its
         row of h hold.
       weights: [T, K] routing weights, used in float32.
-      w_down: [E, H, I] bfloat16, float16 or MXFP8 `QuantizedArray`; dequantised in registers.
+      w_down: [E, H, I] bfloat16, float16 or a `QuantizedArray` of any format; dequantised in registers.
+      b_down: [E, H] bias of the projection, float32, bfloat16 or float16, or None; multiplied by the routing weight
+        like the product. [L, E, H] with stacked weights.
       layer: with weights of several layers, [L, E, H, I], the one to read: an integer scalar, may be traced. Nothing is
         copied. A layer outside [0, L) reads no weight and yields 0.
       out_dtype: dtype of the result.
@@ -129,7 +144,7 @@ def moe_down_3d_batched(
       ArgumentError: wrong rank, shape or dtype, or a config that does not fit.
       UnsupportedError: H or I that the kernel cannot walk.
 
-    Source: "warp decode" (Cursor, 2026); OCP Microscaling Formats v1.0 for MXFP8.
+    Source: "warp decode" (Cursor, 2026); `formats` for those of the weights.
 
     Example:
       >>> import jax.numpy as jnp
@@ -143,18 +158,17 @@ def moe_down_3d_batched(
     weights = float32_weights(weights, "weights")
     index = ExpertIndex.of("w_down", w_down, layer)
     layers = index.operands(layer)
-    T, K, H, I = checks.down_shapes(h, ids, weights, w_down, index)
-    itemsize = checks.weight_itemsize("w_down", w_down)
-    if T * K == 0:
+    T, K, H, I, format = checks.down_shapes(h, ids, weights, w_down, b_down, index)
+    if T * K * index.num_experts == 0:
         return jnp.zeros((T, H), out_dtype)
-    checks.dimensions("w_down", I, H, itemsize)
-    found = tuning.find("moe_down", DownConfig, config, format=weight_format(w_down), itemsize=itemsize,
-                        T=T, K=K, H=H, I=I)
+    checks.dimensions("w_down", I, H, format)
+    found = tuning.find("moe_down", DownConfig, config, format=format, itemsize=format, T=T, K=K, H=H, I=I)
     config = checks.config_type(found.config, DownConfig)
-    rows = RowTile(I, itemsize, config.lanes, config.rows)
+    rows = RowTile(I, format, config.lanes, config.rows, h.dtype, bool(interpret))
     checks.config_fits("w_down", rows, H, config.unroll)
-    kernel = _build(T, K, H, I, index, itemsize, out_dtype, config,
+    kernel = _build(T, K, rows, H, index, b_down is not None, out_dtype, config.unroll,
                     compat.interpret_params(interpret))
     y = kernel(ids.reshape(-1), weights.reshape(-1), rows.vector_operand(h), *layers,
-               *rows.weight_operands(index.flatten(w_down)))
+               *rows.weight_operands(index.flatten(w_down)),
+               *(() if b_down is None else (rows.row_operand(index.flatten(b_down)),)))
     return y.reshape(T, H)

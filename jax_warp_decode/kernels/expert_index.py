@@ -62,6 +62,13 @@ class ExpertIndex:
         return layer * self.num_experts + expert, routed & (layer >= 0) & (layer < self.layers)
 
 
+def take(refs: list, count: int) -> list:
+    """The first `count` of a kernel's references, which leave the list."""
+    taken = refs[:count]
+    del refs[:count]
+    return taken
+
+
 def check_layer(layer, layers: int) -> jax.Array:
     """`layer` as an int32 scalar; refuses other dtypes, other shapes and numbers known to lie outside [0, layers)."""
     got = jnp.asarray(layer)

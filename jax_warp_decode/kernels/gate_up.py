@@ -19,10 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_warp_decode import compat, tuning
 from jax_warp_decode.activations import Activation, get_activation
-from jax_warp_decode.experts import Weight, weight_format
+from jax_warp_decode.experts import Weight
 from jax_warp_decode.gradients import without_gradient
-from jax_warp_decode.kernels import checks, tile
-from jax_warp_decode.kernels.expert_index import ExpertIndex
+from jax_warp_decode.kernels import checks, kernel_format, tile
+from jax_warp_decode.kernels.expert_index import ExpertIndex, take
 from jax_warp_decode.kernels.tile import RowTile
 from jax_warp_decode.routing import int32_ids
 
@@ -42,42 +42,50 @@ class GateUpConfig:
     unroll: int
 
     @classmethod
-    def heuristic(cls, T: int, K: int, H: int, I: int, itemsize: int) -> "GateUpConfig":
-        """A good configuration for any shape the kernel takes."""
-        # Converting one-byte weights costs more than loading x, so that rows which share x pay (bench/NOTES.md). The
+    def heuristic(cls, T: int, K: int, H: int, I: int, itemsize: str) -> "GateUpConfig":
+        """A good configuration for any shape the kernel takes; `itemsize` is the name of the format."""
+        # Converting narrow weights costs more than loading x, so that rows which share x pay (bench/NOTES.md). The
         # H200 wants a thousand warps and more to keep its memory busy.
-        per_warp = 1 if itemsize == 2 else next((r for r in (4, 2) if T * K * I >= 1024 * r), 1)
+        narrow = kernel_format.find(itemsize).narrow
+        per_warp = next((r for r in (4, 2) if T * K * I >= 1024 * r), 1) if narrow else 1
         lanes, rows = tile.pick_tile(H, I, itemsize, per_warp)
-        in_flight = 8 if itemsize == 2 else 16
+        in_flight = 16 if narrow else 8
         return cls(lanes, rows, unroll=min(RowTile(H, itemsize, lanes, rows).steps, max(1, in_flight // (2 * rows))))
 
 
 @functools.cache
-def _build(T: int, K: int, H: int, I: int, index: ExpertIndex, itemsize: int, activation: Activation, out_dtype,
-           config: GateUpConfig, interpret):
+def _build(T: int, K: int, rows: RowTile, I: int, index: ExpertIndex, biases: tuple[bool, bool], activation: Activation,
+           out_dtype, unroll: int, interpret):
     """One jitted kernel per static configuration, so that equal layers share one trace and one compiled kernel."""
-    rows = RowTile(H, itemsize, config.lanes, config.rows)
+    matrices = 2 if activation.gated else 1
 
     def body(ids_ref, x_ref, *refs):
-        layer_refs, (*weight_refs, h_ref) = refs[:index.num_operands], refs[index.num_operands:]
-        gate_refs, up_refs = weight_refs[: len(weight_refs) // 2], weight_refs[len(weight_refs) // 2:]
+        refs = list(refs)
+        layer_refs = take(refs, index.num_operands)
+        weight_refs = [take(refs, rows.num_weight_operands) for _ in range(matrices)]
+        bias_refs = [take(refs, present) for present in biases[-matrices:]]
+        (h_ref,) = refs
         row_tile, pair = lax.axis_index("row_tile"), lax.axis_index("pair")
         token = lax.div(pair, jnp.int32(K))
         expert, routed = index.lookup(ids_ref, pair, layer_refs)
 
         def group(steps, sums):
-            loaded = [(rows.load(gate_refs, expert, row_tile, s), rows.load(up_refs, expert, row_tile, s),
+            loaded = [([rows.load(each, expert, row_tile, s) for each in weight_refs],
                        rows.load_vector(x_ref, (token,), s)) for s in steps]
-            gate, up = sums
-            for s, (w_gate, w_up, vector) in zip(steps, loaded, strict=True):
+            for s, (raw, vector) in zip(steps, loaded, strict=True):
                 vector = rows.widen(vector)
-                gate = gate + rows.dot(w_gate, vector, s)
-                up = up + rows.dot(w_up, vector, s)
-            return gate, up
+                sums = [total + rows.dot(w, vector, s) for total, w in zip(sums, raw, strict=True)]
+            return sums
 
-        gate, up = tile.unrolled_loop(
-            rows.steps, config.unroll, routed, group, (rows.zeros(), rows.zeros()))
-        h = activation.apply(rows.reduce(gate), rows.reduce(up))
+        sums = tile.unrolled_loop(rows.steps, unroll, routed, group, [rows.zeros() for _ in range(matrices)])
+        sums = [rows.reduce(total) for total in sums]
+        if any(biases):
+            own = jnp.where(routed, expert, jnp.int32(0))
+            sums = [total + rows.load_rows(*refs, own, row_tile) if refs else total
+                    for total, refs in zip(sums, bias_refs, strict=True)]
+        h = activation.apply(*([None] * (2 - matrices)), *sums)
+        if any(biases):  # what is not routed stays 0
+            h = jnp.where(lax.broadcast_in_dim(routed, h.shape, ()), h, jnp.float32(0))
         compat.store_unaligned(h_ref.at[pair, rows.row_slice(row_tile)], h.astype(out_dtype))
 
     return without_gradient(jax.jit(plgpu.kernel(
@@ -94,9 +102,11 @@ def _build(T: int, K: int, H: int, I: int, index: ExpertIndex, itemsize: int, ac
 def moe_gate_up_3d_batched(
     x: jax.Array,
     ids: jax.Array,
-    w_gate: Weight,
+    w_gate: Weight | None,
     w_up: Weight,
     *,
+    b_gate: jax.Array | None = None,
+    b_up: jax.Array | None = None,
     layer: jax.Array | int | None = None,
     activation: str | Activation = "silu",
     out_dtype=jnp.float32,
@@ -108,13 +118,16 @@ def moe_gate_up_3d_batched(
     Args:
       x: [T, H] activations, bfloat16 or float16. Never quantised.
       ids: [T, K] integer expert ids. A slot whose id lies outside [0, E) reads no weight and yields 0.
-      w_gate: [E, I, H] bfloat16, float16 or MXFP8 `QuantizedArray`; dequantised in registers.
+      w_gate: [E, I, H] bfloat16, float16 or a `QuantizedArray` of any format, dequantised in registers; None for an
+        activation without a gate.
       w_up: [E, I, H], same format.
+      b_gate, b_up: [E, I] biases of the projections, float32, bfloat16 or float16, or None; [L, E, I] with stacked
+        weights.
       layer: with weights of several layers, [L, E, I, H], the one to read: an integer scalar, may be traced, for
         example the index of a `lax.scan`. Nothing is copied. A layer outside [0, L) reads no weight and yields 0.
-      activation: name in `ACTIVATIONS`, or an `Activation` of your own; gated.
+      activation: name in `ACTIVATIONS`, or an `Activation` of your own.
       out_dtype: dtype of the result; float32 keeps the intermediate unrounded, which is free with two-byte
-        weights and slows the down kernel with MXFP8 (bench/NOTES.md).
+        weights, slows the down kernel with MXFP8 (bench/NOTES.md), and is not taken by it with four-bit weights.
       config: `GateUpConfig`; None takes a measured one or the heuristic, see `tuning`.
       interpret: True (or `InterpretGPUParams`) runs the kernel on the CPU, for tests.
 
@@ -125,7 +138,7 @@ def moe_gate_up_3d_batched(
       ArgumentError: wrong rank, shape or dtype, or a config that does not fit.
       UnsupportedError: H or I that the kernel cannot walk.
 
-    Source: "warp decode" (Cursor, 2026); OCP Microscaling Formats v1.0 for MXFP8.
+    Source: "warp decode" (Cursor, 2026); `formats` for those of the weights.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -136,20 +149,22 @@ def moe_gate_up_3d_batched(
       ((1, 2, 32), [0.7310000061988831, 0.0])
     """
     ids, out_dtype = int32_ids(ids, "ids"), checks.out_dtype(out_dtype)
-    index = ExpertIndex.of("w_gate", w_gate, layer)
+    activation = get_activation(activation)
+    name, w = ("w_up", w_up) if w_gate is None else ("w_gate", w_gate)
+    index = ExpertIndex.of(name, w, layer)
     layers = index.operands(layer)
-    T, K, H, I = checks.gate_up_shapes(x, ids, w_gate, w_up, index)
-    itemsize = checks.weight_itemsize("w_gate", w_gate)
-    if T * K == 0:
+    T, K, H, I, format = checks.gate_up_shapes(x, ids, w_gate, w_up, b_gate, b_up, activation, index)
+    if T * K * index.num_experts == 0:
         return jnp.zeros((T, K, I), out_dtype)
-    checks.dimensions("w_gate", H, I, itemsize)
-    found = tuning.find("moe_gate_up", GateUpConfig, config, format=weight_format(w_gate), itemsize=itemsize,
-                        T=T, K=K, H=H, I=I)
+    checks.dimensions(name, H, I, format)
+    found = tuning.find("moe_gate_up", GateUpConfig, config, format=format, itemsize=format, T=T, K=K, H=H, I=I)
     config = checks.config_type(found.config, GateUpConfig)
-    rows = RowTile(H, itemsize, config.lanes, config.rows)
-    checks.config_fits("w_gate", rows, I, config.unroll)
-    kernel = _build(T, K, H, I, index, itemsize, get_activation(activation), out_dtype, config,
+    rows = RowTile(H, format, config.lanes, config.rows, x.dtype, bool(interpret))
+    checks.config_fits(name, rows, I, config.unroll)
+    biases = b_gate, b_up
+    kernel = _build(T, K, rows, I, index, tuple(b is not None for b in biases), activation, out_dtype, config.unroll,
                     compat.interpret_params(interpret))
-    h = kernel(ids.reshape(-1), rows.vector_operand(x), *layers,
-               *rows.weight_operands(index.flatten(w_gate)), *rows.weight_operands(index.flatten(w_up)))
+    weights = [part for w in (w_gate, w_up) if w is not None for part in rows.weight_operands(index.flatten(w))]
+    h = kernel(ids.reshape(-1), rows.vector_operand(x), *layers, *weights,
+               *(rows.row_operand(index.flatten(b)) for b in biases if b is not None))
     return h.reshape(T, K, I)

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_warp_decode import ExpertWeights, Routing, quantize
+from jax_warp_decode import ExpertWeights, Routing, formats, quantize
 from jax_warp_decode.presets import Preset
 
 PATTERNS = ("uniform", "one_hot", "zipf")
-FORMATS = ("bf16", "mxfp8")
+FORMATS = ("bf16", *formats.FORMATS)
 ZIPF_EXPONENT = 1.0
 
 
@@ -44,7 +44,7 @@ def make_x(key: jax.Array, tokens: int, preset: Preset) -> jax.Array:
 
 
 def make_experts(key: jax.Array, preset: Preset, format: str) -> ExpertWeights:
-    """Random expert weights in "bf16" or "mxfp8", scaled so that every projection keeps the size of its input."""
+    """Random expert weights in one of `FORMATS`, scaled so that every projection keeps the size of its input."""
     E, I, H = preset.num_experts, preset.intermediate, preset.hidden
     keys = jax.random.split(key, 3)
     return ExpertWeights(*(_weight(k, E, n, m, format) for k, n, m in zip(keys, (I, I, H), (H, H, I), strict=True)))

@@ -28,8 +28,8 @@ def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: A
 def intermediate_dtype(experts: ExpertWeights):
     """float32 where it is free: with 2-byte weights it costs no time and halves the error of a bfloat16 intermediate.
 
-    With 1-byte weights a lane meets 64 bytes of a float32 intermediate per load, which collide in the L1 banks and
-    slow the down kernel, so it stays bfloat16 there (bench/NOTES.md).
+    With narrower weights a lane meets 64 bytes of a float32 intermediate per load, which collide in the L1 banks and
+    slow the down kernel, so it stays bfloat16 there (bench/NOTES.md); float16 has not the range.
     """
     return jnp.bfloat16 if isinstance(experts.w_up, QuantizedArray) else jnp.float32
 
@@ -39,10 +39,11 @@ def _op(activation: Activation, out_dtype, interpret):
     def layer_fn(x, routing, experts, layer):
         with jax.named_scope("gate_up"):
             h = moe_gate_up_3d_batched(
-                x, routing.ids, experts.w_gate, experts.w_up, layer=layer, activation=activation,
-                out_dtype=intermediate_dtype(experts), interpret=interpret)
+                x, routing.ids, experts.w_gate, experts.w_up, b_gate=experts.b_gate, b_up=experts.b_up, layer=layer,
+                activation=activation, out_dtype=intermediate_dtype(experts), interpret=interpret)
         with jax.named_scope("down"):
             return moe_down_3d_batched(
-                h, routing.ids, routing.weights, experts.w_down, layer=layer, out_dtype=out_dtype, interpret=interpret)
+                h, routing.ids, routing.weights, experts.w_down, b_down=experts.b_down, layer=layer,
+                out_dtype=out_dtype, interpret=interpret)
 
     return decode_op("warp_decode", layer_fn)
