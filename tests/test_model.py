@@ -1,4 +1,4 @@
-"""The Qwen3-MoE decoder against transformers: logits of two tiny random models, see bench/make_parity_fixture.py."""
+"""The decoder against transformers: logits of tiny random models of each family, see bench/make_parity_fixture.py."""
 
 import dataclasses
 import json
@@ -11,8 +11,10 @@ import pytest
 from flax import nnx
 
 from jax_warp_decode import ArgumentError, UnsupportedError
-from jax_warp_decode.checkpoints import load_qwen3_moe
-from jax_warp_decode.models import KVCache, Qwen3Moe, Qwen3MoeConfig
+from jax_warp_decode.checkpoints import load_model
+from jax_warp_decode.models import GptOssConfig, KVCache, MixtralConfig, Qwen3Moe, Qwen3MoeConfig
+from jax_warp_decode.models.generate import generate
+from jax_warp_decode.models.rope import Yarn, frequencies
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 NAMES = ("qwen3_moe_tiny", "qwen3_moe_tiny_tied")
@@ -26,7 +28,7 @@ run = jax.jit(lambda model, tokens, cache: model(tokens, cache))
 
 def load(name, **options):
     expected = np.load(FIXTURES / name / "logits.npz")
-    return load_qwen3_moe(FIXTURES / name, **options), jnp.asarray(expected["tokens"]), expected
+    return load_model(FIXTURES / name, **options), jnp.asarray(expected["tokens"]), expected
 
 
 def in_chunks(model, tokens, sizes):
@@ -58,6 +60,23 @@ def test_float32_parity(name, strategy):
         np.testing.assert_allclose(in_chunks(model, tokens, sizes), expected["float32"], rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("name, pieces", [
+    ("mixtral_tiny", (16,)), ("gpt_oss_tiny", (13,)), ("gpt_oss_mxfp4_tiny", (16,))])
+def test_float32_parity_of_other_families(name, pieces):
+    """Windows, sinks, YaRN and biases, across the edge of the window; once with steps after the prefill."""
+    model, tokens, expected = load(name, dtype=jnp.float32, strategy="reference")
+    assert model.config.window(0) == 6 < tokens.shape[1]
+    np.testing.assert_allclose(in_chunks(model, tokens, pieces), expected["float32"], rtol=0, atol=1e-4)
+
+
+def test_bfloat16_of_another_family():
+    """As below; sinks and biases add four roundings a layer."""
+    model, tokens, expected = load("gpt_oss_mxfp4_tiny", strategy="reference")
+    assert (model.dtype, model.layers[0].moe.experts.format) == (jnp.bfloat16, "mxfp4")
+    logits, _ = run(model, tokens, None)
+    assert relative(np.asarray(logits), expected["float32"]) < 2.0**-8 * ((16 * 2 + 2) / 3) ** 0.5
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_parity(name):
     """bfloat16 logits lie as close to the float32 ones as the number of roundings explains.
@@ -78,13 +97,21 @@ def test_bfloat16_parity(name):
     np.testing.assert_allclose(logits, in_chunks(model, tokens, ()), rtol=0, atol=bound * np.abs(logits).max())
 
 
+def test_generated_text_is_what_the_logits_say():
+    model, tokens, expected = load("gpt_oss_mxfp4_tiny", dtype=jnp.float32, strategy="reference")
+    generation = generate(model, tokens, max_new_tokens=2)
+    first, second = generation
+    np.testing.assert_array_equal(first, expected["float32"][:, -1].argmax(-1))
+    np.testing.assert_array_equal(second, np.argmax(generation.logits, axis=-1))
+
+
 def test_mxfp8_weights_are_within_their_own_error(tmp_path):
     """E4M3 has 4 significand bits: weights move by at most 2^-4, and logits of a 2-layer model stay near."""
     from jax_warp_decode.checkpoints import save_qwen3_moe
 
     model, tokens, expected = load(NAMES[0])
     save_qwen3_moe(model, tmp_path / "mx", format="mxfp8")
-    quantised = load_qwen3_moe(tmp_path / "mx", dtype=jnp.float32, strategy="reference")
+    quantised = load_model(tmp_path / "mx", dtype=jnp.float32, strategy="reference")
     assert quantised.layers[1].moe.experts.format == "mxfp8"
     logits, _ = run(quantised, tokens, KVCache.create(model.config, 2, 16, jnp.float32))
     assert 1e-4 < relative(np.asarray(logits), expected["float32"]) < 2.0**-4
@@ -238,6 +265,60 @@ def test_defaults_of_a_config():
 def test_bad_config(change, error, message):
     with pytest.raises(error, match=message):
         Qwen3MoeConfig.from_hf(PUBLISHED | change)
+
+
+GPT_OSS = {  # config.json of gpt-oss-20b
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "experts_per_token": 4, "head_dim": 64,
+    "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096, "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "max_position_embeddings": 131072,
+    "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+    "num_key_value_heads": 8, "num_local_experts": 32, "rms_norm_eps": 1e-05, "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False},
+    "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+    "vocab_size": 201088}
+MIXTRAL = {  # config.json of Mixtral-8x7B-v0.1
+    "architectures": ["MixtralForCausalLM"], "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+    "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32, "num_experts_per_tok": 2,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32000}
+
+
+def test_published_configs_of_other_families():
+    config = GptOssConfig.from_hf(GPT_OSS)
+    assert config.yarn == Yarn(32.0, 4096, 32.0, 1.0, truncate=False)
+    assert [config.window(n) for n in (0, 1, 22, 23)] == [128, None, 128, None]
+    assert (config.num_experts, config.moe_intermediate_size, config.activation.limit) == (32, 2880, 7.0)
+    mixtral = MixtralConfig.from_hf(MIXTRAL)
+    assert (mixtral.head_dim, mixtral.num_experts, mixtral.window(0), mixtral.yarn) == (128, 8, None, None)
+
+
+@pytest.mark.parametrize("change, error, message", [
+    ({"layer_types": ["full_attention"]}, ArgumentError, "layer_types: got .*expected one of .* for each of 24 layers"),
+    ({"layer_types": ["chunked"] * 24}, ArgumentError, "layer_types: got"),
+    ({"sliding_window": 0}, ArgumentError, "sliding_window: got 0"),
+    ({"rope_scaling": {"rope_type": "llama3"}}, UnsupportedError, "rope_scaling: got rope_type 'llama3', expected"),
+    ({"rope_scaling": {"rope_type": "yarn"}}, ArgumentError, "factor: missing"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2, "mscale": 1}}, UnsupportedError, "got .'mscale'., exp"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, ArgumentError, "rope factor: got 0.5"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2, "beta_fast": 1e300}}, ArgumentError, "beta_slow, beta_fast:"),
+    ({"rope_theta": 1}, ArgumentError, "rope_theta: got 1.0, expected more than 1 with YaRN"),
+    ({"rope_parameters": {"rope_theta": 150000}}, ArgumentError, "rope_parameters, rope_scaling: got two different"),
+    ({"num_experts": 64}, ArgumentError, "num_local_experts, num_experts: got"),
+    ({"swiglu_limit": "7"}, ArgumentError, "swiglu_limit: got '7'"),
+])
+def test_bad_config_of_gpt_oss(change, error, message):
+    with pytest.raises(error, match=message):
+        GptOssConfig.from_hf(GPT_OSS | change)
+
+
+def test_yarn_keeps_fast_dimensions_and_stretches_slow_ones():
+    plain, one = frequencies(1e4, 64)
+    scaled, factor = frequencies(1e4, 64, Yarn(8.0, 4096))
+    assert one == 1 and factor == pytest.approx(0.1 * np.log(8) + 1)
+    np.testing.assert_allclose(scaled[:5], plain[:5])
+    np.testing.assert_allclose(scaled[-5:], plain[-5:] / 8)
+    assert (np.diff(plain / scaled) >= -1e-12).all()
 
 
 def test_config_without_a_model_type():

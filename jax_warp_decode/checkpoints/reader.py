@@ -1,14 +1,15 @@
 """Reads Hugging Face checkpoint folders: every header is checked before the first weight is read.
 
 safetensors validates each file; the bytes are then read straight into the arrays that will hold them, because its numpy
-front end (0.8) has no FP8 and would allocate every tensor once more.
+front end (0.8) has no FP8 and would allocate every tensor once more. A folder may come from anybody: whatever it holds,
+the answer is a `CheckpointError` after work and memory that the limits below bound. Nothing in it is ever executed.
 """
 
 import collections
 import dataclasses
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -16,17 +17,25 @@ import numpy as np
 import safetensors
 
 from jax_warp_decode.errors import ArgumentError, CheckpointError
+from jax_warp_decode.models.settings import show
 
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-MAX_JSON_BYTES = 100_000_000  # of config.json and of the index; safetensors has the same limit for its headers
+# Of JSON, by file. DeepSeek-V3, 91,000 tensors in 163 shards, has headers of 0.1 MB and an index of 9 MB.
+MAX_CONFIG_BYTES, MAX_HEADER_BYTES, MAX_INDEX_BYTES = 2**20, 2**22, 2**26
+MAX_INDEX_TENSORS = 2**20
+MAX_INDEX_NESTING = 100  # objects and lists; an index has three
 
 # safetensors' names of the types that a checkpoint may use here.
 DTYPES = {
-    "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "U8": np.dtype(np.uint8)}
+    "F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    **{f"{kind}{bits}": np.dtype(f"{name}{bits}")
+       for kind, name in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)},
+    "BOOL": np.dtype(np.bool_)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +47,17 @@ class StoredTensor:
     file: pathlib.Path
     offset: int
     nbytes: int
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: int) -> "StoredTensor":
+        """One entry of the leading axis, as a tensor of its own; nothing is read."""
+        size = self.nbytes // self.shape[0]
+        return dataclasses.replace(self, shape=self.shape[1:], offset=self.offset + index * size, nbytes=size)
+
+    def __iter__(self) -> Iterator["StoredTensor"]:
+        return (self[index] for index in range(len(self)))
 
     def read_into(self, out: np.ndarray) -> None:
         """Fills `out`, which has this tensor's shape and may have another floating dtype or any strides.
@@ -59,7 +79,7 @@ class StoredTensor:
         except OSError as error:
             raise CheckpointError(f"{self.file}: cannot be read: {error}") from error
         if not direct:
-            out[...] = target.astype(out.dtype)
+            out[...] = target.astype(out.dtype, copy=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +120,7 @@ def open_folder(path: Any) -> Folder:
 def _open(path: pathlib.Path) -> Folder:
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder; fetch a model with `hf download REPO --local-dir {path}`")
-    config = read_json(path / CONFIG_FILE)
+    config = read_json(path / CONFIG_FILE, MAX_CONFIG_BYTES)
     single, index = path / SINGLE_FILE, path / INDEX_FILE
     if single.exists() and index.exists():
         raise CheckpointError(f"{path}: holds both {SINGLE_FILE} and {INDEX_FILE}, expected one; remove the stale one")
@@ -111,16 +131,25 @@ def _open(path: pathlib.Path) -> Folder:
     return Folder(path, config, _read_shards(index))
 
 
-def read_json(path: pathlib.Path) -> Mapping[str, Any]:
-    """Parses a file that holds one JSON object without repeated keys."""
+def read_json(path: pathlib.Path, limit: int, flat: bool = False) -> Mapping[str, Any]:
+    """Parses a file that holds one JSON object of at most `limit` bytes without repeated keys.
+
+    A `flat` one, a table of names, is refused before parsing if it nests a lot or has too many entries.
+    """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file, or not a regular one; a checkpoint folder has it")
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise CheckpointError(f"{path}: got {path.stat().st_size} bytes, expected at most {MAX_JSON_BYTES}")
+    with open(path, "rb") as file:
+        text = file.read(limit + 1)  # what the file system calls its size may be wrong
+    if len(text) > limit:
+        raise CheckpointError(f"{path}: got more than {limit} bytes, expected at most so many")
+    if flat and text.count(b"{") + text.count(b"[") > MAX_INDEX_NESTING:
+        raise CheckpointError(f"{path}: got over {MAX_INDEX_NESTING} objects and lists, expected a table of names")
+    if flat and text.count(b",") > MAX_INDEX_TENSORS:
+        raise CheckpointError(f"{path}: got over {MAX_INDEX_TENSORS} entries, expected at most so many tensors")
     try:
-        return _parse_object(path.read_bytes())
+        return _parse_object(text)
     except (ValueError, RecursionError, OSError) as error:
-        raise CheckpointError(f"{path}: not a JSON object: {error}") from error
+        raise CheckpointError(f"{path}: not a JSON object: {_printable(error)}") from error
 
 
 def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
@@ -128,14 +157,17 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file, or not a regular one")
     try:
+        with open(path, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > MAX_HEADER_BYTES:
+                raise ValueError(f"a header of {size} bytes, expected at most {MAX_HEADER_BYTES}")
+            text = file.read(size)
         # Opening checks sizes, types, and that the tensors cover the file without holes or overlap.
         with safetensors.safe_open(path, framework="numpy"):
             pass
-        with open(path, "rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = _parse_object(file.read(size))
+        header = _parse_object(text)
     except (safetensors.SafetensorError, ValueError, RecursionError, OSError) as error:
-        raise CheckpointError(f"{path}: not a valid safetensors file: {error}") from error
+        raise CheckpointError(f"{path}: not a valid safetensors file: {_printable(error)}") from error
     tensors = {}
     for name, entry in header.items():
         if name != "__metadata__":
@@ -145,13 +177,15 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
 
 
 def _read_shards(index: pathlib.Path) -> dict[str, StoredTensor]:
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_json(index, MAX_INDEX_BYTES, flat=True).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index}: expected an object 'weight_map' from tensor names to file names")
     tensors: dict[str, StoredTensor] = {}
     for name in sorted(set(weight_map.values())):
-        if pathlib.PurePath(name).name != name or "\\" in name or "\0" in name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index}: got shard {name!r}, expected the name of a .safetensors file beside it")
+        if pathlib.PurePath(name).name != name or "\\" in name or not (
+                name.isprintable() and name.endswith(".safetensors")):
+            raise CheckpointError(f"{index}: got shard {show(name)}, expected the name of a .safetensors file "
+                                  "beside it")
         shard = read_header(index.parent / name)
         if twice := sorted(tensors.keys() & shard.keys()):
             files = f"{tensors[twice[0]].file.name} and {name}"
@@ -181,6 +215,12 @@ def _parse_object(text: bytes) -> dict[str, Any]:
 
 
 def listing(names: list[str], limit: int = 8) -> str:
-    """At most `limit` names, and how many more there are."""
+    """At most `limit` names, printable and cut to 200 characters each, and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+    return ", ".join(map(_printable, names[:limit])) + more
+
+
+def _printable(text: Any, limit: int = 200) -> str:
+    text = str(text)
+    text = text if len(text) <= limit else f"{text[:limit]} ..."
+    return text if text.isprintable() else ascii(text)

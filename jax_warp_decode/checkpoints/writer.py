@@ -1,9 +1,6 @@
 """Writes a Qwen3-MoE model as a Hugging Face folder, from the same table of names that the loader reads by."""
 
-import json
-import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,18 +10,24 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.numpy import save_file
 
 from jax_warp_decode.checkpoints import reader
-from jax_warp_decode.checkpoints.qwen3_moe import Slot, find_param, layout
+from jax_warp_decode.checkpoints.decoders import find_param, layout
+from jax_warp_decode.checkpoints.families import qwen3_moe
+from jax_warp_decode.checkpoints.files import check_free, write_json
+from jax_warp_decode.checkpoints.quantization import encoding_of, plain_modules, quantization_config
+from jax_warp_decode.checkpoints.slots import Slot
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.experts import DENSE_FORMATS
 from jax_warp_decode.formats import FORMATS, QuantizedArray, quantize
-from jax_warp_decode.models.qwen3_moe import Qwen3Moe
+from jax_warp_decode.models.decoder import Decoder
+from jax_warp_decode.models.qwen3_moe_config import Qwen3MoeConfig
+from jax_warp_decode.models.settings import Settings
 
 SAVED_FORMATS = ("mxfp8",)  # what the reader takes
 
 
 def save_qwen3_moe(
-        model: Qwen3Moe, folder: Any, *, format: str | None = None, max_shard_size: int | str = "5GB") -> None:
-    """Writes config.json and safetensors files that `load_qwen3_moe` reads back exactly, and transformers if plain.
+        model: Decoder, folder: Any, *, format: str | None = None, max_shard_size: int | str = "5GB") -> None:
+    """Writes config.json and safetensors files that `load_qwen3_moe` reads back exactly, and so does transformers.
 
     Equal models give equal bytes. config.json is written last, so an interrupted folder is never taken for a model.
 
@@ -40,14 +43,14 @@ def save_qwen3_moe(
         been written then.
     """
     folder = reader.as_path(folder)
+    if not isinstance(model.config, Qwen3MoeConfig):
+        raise ArgumentError(f"model: got a {model.config.ARCHITECTURE}, expected a {Qwen3MoeConfig.ARCHITECTURE}")
     expert_format = _target_format(model, format)
-    existing = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), None)
-    if existing is not None and not existing.is_dir():
-        raise ArgumentError(f"folder: got {folder}, expected a folder or a free name, but {existing} is a file; "
-                            "choose another")
-    if old := sorted(p.name for pattern in ("*.safetensors*", reader.CONFIG_FILE) for p in folder.glob(pattern)):
-        raise ArgumentError(f"folder: got {folder}, which holds {reader.listing(old)}; remove them or choose another")
-    slots = {slot.name: slot for slot in layout(model.config, expert_format)}
+    check_free(folder)
+    config = model.config.to_hf()
+    encoding = encoding_of(expert_format or "")
+    slots = {slot.name: slot for slot in layout(
+        model.config, qwen3_moe.FAMILY, Qwen3MoeConfig.ARCHITECTURE, qwen3_moe.read(Settings(config)), encoding, ())}
     _check_params(model, slots.values())
     split = split_state_dict_into_shards_factory(
         slots, get_storage_size=lambda slot: _nbytes(model, slot), filename_pattern="model{suffix}.safetensors",
@@ -58,17 +61,18 @@ def save_qwen3_moe(
         save_file({name: source.read(slots[name]) for name in names}, folder / file, metadata={"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        _write_json(folder / reader.INDEX_FILE, index)
-    config = model.config.to_hf() | {"torch_dtype": str(model.embed.embedding.get_value().dtype)}
+        write_json(folder / reader.INDEX_FILE, index)
+    config["torch_dtype"] = str(model.embed.embedding.get_value().dtype)
     if expert_format is not None:
-        config["quantization_config"] = {"quant_method": expert_format, "block_size": FORMATS[expert_format].block}
-    _write_json(folder / reader.CONFIG_FILE, config)
+        config["quantization_config"] = quantization_config(
+            expert_format, plain_modules((slot.name, slot.shape) for slot in slots.values() if not slot.part))
+    write_json(folder / reader.CONFIG_FILE, config)
 
 
 class _Source:
     """Brings parameters to the host, quantised if asked; holds one at a time, as the slots of one follow each other."""
 
-    def __init__(self, model: Qwen3Moe, expert_format: str | None):
+    def __init__(self, model: Decoder, expert_format: str | None):
         self._model, self._format = model, expert_format
         self._param, self._parts = "", {}
 
@@ -80,11 +84,11 @@ class _Source:
             parts = {"values": value.values, "scales": value.scales} if slot.part else {"": value}
             self._param, self._parts = slot.param, {part: np.asarray(array) for part, array in parts.items()}
         whole = self._parts[slot.part]
-        array = whole if slot.expert is None else whole[slot.expert]
+        array = whole if slot.expert is None else whole[slot.expert[0]]
         return np.ascontiguousarray(array.T if slot.transpose else array)
 
 
-def _target_format(model: Qwen3Moe, format: str | None) -> str | None:
+def _target_format(model: Decoder, format: str | None) -> str | None:
     """Format of the experts in the folder; None for plain ones."""
     if format is not None and format not in SAVED_FORMATS:
         raise ArgumentError(f"format: got {format!r}, expected None or one of {sorted(SAVED_FORMATS)}")
@@ -106,13 +110,12 @@ def _target_format(model: Qwen3Moe, format: str | None) -> str | None:
     return target
 
 
-def _check_params(model: Qwen3Moe, slots: Iterable[Slot]) -> None:
+def _check_params(model: Decoder, slots: Iterable[Slot]) -> None:
     """Raises `ArgumentError` unless the model has exactly the parameters of the slots, in their shapes."""
     expected = {}
     for slot in slots:
         if slot.part != "scales":
-            shape = slot.shape[::-1] if slot.transpose else slot.shape
-            expected[slot.param] = shape if slot.expert is None else (model.config.num_experts, *shape)
+            expected[slot.param] = slot.param_shape
     held = {".".join(map(str, path)): param.get_value()
             for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     for word, names in (("without", expected.keys() - held.keys()), ("with also", held.keys() - expected.keys())):
@@ -132,10 +135,7 @@ def _check_params(model: Qwen3Moe, slots: Iterable[Slot]) -> None:
             raise ArgumentError(f"layers.{number}.moe.{error}") from None
 
 
-def _nbytes(model: Qwen3Moe, slot: Slot) -> int:
+def _nbytes(model: Decoder, slot: Slot) -> int:
     itemsize = 1 if slot.part else jnp.dtype(find_param(model, slot.param).get_value().dtype).itemsize
     return int(np.prod(slot.shape)) * itemsize
 
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

@@ -1,6 +1,7 @@
-"""The key/value cache of a decoder: preallocated, written in place when donated, never reallocated."""
+"""Key/value caches of a decoder: preallocated, written in place when donated, never reallocated."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -71,3 +72,55 @@ class KVCache:
     def advance(self, tokens: int) -> "KVCache":
         """Counts `tokens` more positions as filled, once all layers have written them."""
         return dataclasses.replace(self, length=self.length + jnp.int32(tokens))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("k", "v", "lengths"), meta_fields=("heads_first",))
+@dataclasses.dataclass(frozen=True)
+class RaggedCache:
+    """Keys and values of rows with lengths of their own, one array per layer, as a pytree.
+
+    Attributes:
+      k: per layer [B, max_len, KVH, D] keys after normalisation and rotation, or [B, KVH, max_len, D].
+      v: values, likewise.
+      lengths: int32 [B], positions filled in each row.
+      heads_first: which of the two orders.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_warp_decode.models import Qwen3MoeConfig
+      >>> from jax_warp_decode.models.cache import RaggedCache
+      >>> config = Qwen3MoeConfig(vocab_size=256, hidden_size=64, moe_intermediate_size=32, num_hidden_layers=2,
+      ...                         num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=4,
+      ...                         num_experts_per_tok=2)
+      >>> cache = RaggedCache.create(config, 3, 16, jnp.bfloat16, heads_first=True)
+      >>> len(cache.k), cache.k[0].shape, cache.max_len, cache.lengths.tolist()
+      (2, (3, 2, 16, 32), 16, [0, 0, 0])
+    """
+
+    k: tuple[jax.Array, ...]
+    v: tuple[jax.Array, ...]
+    lengths: jax.Array
+    heads_first: bool
+
+    @classmethod
+    def create(cls, config: Any, batch: int, max_len: int, dtype: Any, heads_first: bool) -> "RaggedCache":
+        """An empty cache; arguments as in `KVCache.create`.
+
+        Raises:
+          ArgumentError: for a batch or a max_len below 1.
+        """
+        if batch < 1 or max_len < 1:
+            raise ArgumentError(f"batch, max_len: got {batch}, {max_len}, expected at least 1")
+        heads = config.num_key_value_heads
+        middle = (heads, max_len) if heads_first else (max_len, heads)
+        arrays = [jnp.zeros((batch, *middle, config.head_dim), dtype) for _ in range(2 * config.num_hidden_layers)]
+        return cls(tuple(arrays[::2]), tuple(arrays[1::2]), jnp.zeros((batch,), jnp.int32), heads_first)
+
+    @property
+    def batch(self) -> int:
+        return self.lengths.shape[0]
+
+    @property
+    def max_len(self) -> int:
+        return self.k[0].shape[2 if self.heads_first else 1]

@@ -1,0 +1,352 @@
+"""Folders from an enemy: 500 and more mutations of sound ones. Each is refused in one short message, or loads whole."""
+
+import json
+import os
+import resource
+import shutil
+import time
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jax_warp_decode import ArgumentError, CheckpointError, UnsupportedError
+from jax_warp_decode.checkpoints import load_moe_blocks, reader
+from jax_warp_decode.models import GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from jax_warp_decode.models.rope import frequencies
+
+H, I, E, L = 32, 64, 2, 2
+MUTATIONS = 25  # of each kind
+SECONDS = 2.0  # of this process
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+
+
+def sound_tensors():
+    rng = np.random.default_rng(0)
+    tensors = {"model.norm.weight": np.ones(H, np.float32)}
+    for n in range(L):
+        block = f"model.layers.{n}.mlp"
+        tensors[f"{block}.gate.weight"] = rng.standard_normal((E, H)).astype(np.float32)
+        for e in range(E):
+            for p, shape in (("gate", (I, H)), ("up", (I, H)), ("down", (H, I))):
+                tensors[f"{block}.experts.{e}.{p}_proj.weight"] = rng.standard_normal(shape).astype(np.float16)
+    return tensors
+
+
+def write_sound(folder, sharded):
+    folder.mkdir()
+    tensors = sound_tensors()
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[:8], "b.safetensors": names[8:]} if sharded else {SINGLE: names}
+    for file, held in shards.items():
+        save_file({name: tensors[name] for name in held}, folder / file, metadata={"format": "pt"})
+    if sharded:
+        index = {"metadata": {}, "weight_map": {name: file for file, held in shards.items() for name in held}}
+        (folder / INDEX).write_text(json.dumps(index))
+    (folder / CONFIG).write_text(json.dumps({
+        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": H, "moe_intermediate_size": I, "num_experts": E,
+        "num_experts_per_tok": 1, "num_hidden_layers": L, "norm_topk_prob": True, "hidden_act": "silu"}))
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    root = tmp_path_factory.mktemp("sound")
+    for name in ("single", "sharded"):
+        write_sound(root / name, name == "sharded")
+        assert set(load_moe_blocks(root / name)) == set(range(L))
+    return root
+
+
+# ---------------------------------------------------------------------------------------------------------- mutations
+
+
+def header_of(data):
+    size = int.from_bytes(data[:8], "little")
+    return json.loads(data[8:8 + size]), data[8 + size:]
+
+
+def with_header(folder, change):
+    """Rewrites the header as text: `change` gets the parsed object and returns it, or text."""
+    data = (folder / SINGLE).read_bytes()
+    header, rest = header_of(data)
+    new = change(header)
+    text = new if isinstance(new, bytes) else json.dumps(header if new is None else new).encode()
+    (folder / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + rest)
+
+
+HOSTILE = (-1, 0, 2**31, 2**63, 10**30, 1e308, -0.5, True, None, "", "x" * 10_000, "\ud800\n\x1b[2J", [], [[]], {},
+           {"a": []}, float("nan"), float("inf"), [10**18] * 50, ["BF16"])
+
+
+def pick(rng, items):
+    items = list(items)
+    return items[rng.integers(len(items))]
+
+
+def entry_of(rng, header):
+    return header[pick(rng, [name for name in header if ".mlp." in name])]
+
+
+def truncate(rng, folder):
+    file = folder / pick(rng, (SINGLE, CONFIG))
+    data = file.read_bytes()
+    file.write_bytes(data[:rng.integers(len(data) - 1)])
+
+
+def grow(rng, folder):
+    file = folder / SINGLE
+    file.write_bytes(file.read_bytes() + rng.bytes(rng.integers(1, 100)))
+
+
+def header_length(rng, folder):
+    file = folder / SINGLE
+    size = pick(rng, (0, 1, 7, 2**16, 2**24, 2**26, 2**32, 2**63, 2**64 - 1, int(rng.integers(2**62))))
+    file.write_bytes(size.to_bytes(8, "little") + file.read_bytes()[8:])
+
+
+def header_bytes(rng, folder):
+    """Random bytes in the header: most break it, some do not matter."""
+    data = bytearray((folder / SINGLE).read_bytes())
+    size = int.from_bytes(data[:8], "little")
+    for _ in range(rng.integers(1, 4)):
+        data[8 + rng.integers(size)] = rng.integers(256)
+    (folder / SINGLE).write_bytes(bytes(data))
+
+
+def shape(rng, folder):
+    def change(header):
+        entry = entry_of(rng, header)
+        entry["shape"] = pick(rng, (pick(rng, HOSTILE), [pick(rng, HOSTILE)], [-s for s in entry["shape"]],
+                                    entry["shape"][::-1] + [1], [s + 1 for s in entry["shape"]], [2**62, 2**62]))
+    with_header(folder, change)
+
+
+def dtype(rng, folder):
+    with_header(folder, lambda header: entry_of(rng, header).update(
+        dtype=pick(rng, (pick(rng, HOSTILE), "I16", "U16", "BF17", "F8_E4M3", "bf16", "F4", "pickle"))))
+
+
+def offsets(rng, folder):
+    """Overlapping, reversed, beyond the file, or no offsets at all."""
+    def change(header):
+        entry = entry_of(rng, header)
+        start, end = entry["data_offsets"]
+        entry["data_offsets"] = pick(rng, (
+            pick(rng, HOSTILE), [end, start], [start + 2, end], [start, end + 2], [start - 2, end - 2], [0, end],
+            [start, 2**62], [start], [start, end, end], [pick(rng, HOSTILE), end]))
+        if entry["data_offsets"] == [start, end]:
+            entry["data_offsets"] = [2, end]
+    with_header(folder, change)
+
+
+def duplicate(rng, folder):
+    def change(header):
+        name = pick(rng, [name for name in header if name != "__metadata__"])
+        text = json.dumps(header).encode()
+        return b"{" + json.dumps(name).encode() + b":" + json.dumps(header[name]).encode() + b"," + text[1:]
+    with_header(folder, change)
+
+
+def names(rng, folder):
+    """A tensor of a block is gone, renamed, or there is one more."""
+    def change(header):
+        name = pick(rng, [name for name in header if ".mlp." in name])
+        new = pick(rng, ("", "x", "\n\x1b[31m" * 5, "../" * 20, f"{name}x", name.replace("l", "\u202el"), "y" * 5000))
+        return {(new if key == name else key): entry for key, entry in header.items()}
+    with_header(folder, change)
+
+
+def nesting(rng, folder):
+    depth = int(rng.integers(1_000, 100_000))
+    text = pick(rng, (b"[" * depth, b'{"a":' * depth, b"[" * depth + b"]" * depth,
+                      b'{"a":' * depth + b"1" + b"}" * depth))
+    if rng.integers(2):
+        (folder / CONFIG).write_bytes(text)
+    else:
+        with_header(folder, lambda header: text)
+
+
+def sizes(rng, folder):
+    """A size in config.json that the tensors do not have, or that is none."""
+    field = pick(rng, (
+        "hidden_size", "moe_intermediate_size", "num_experts", "num_hidden_layers", "num_experts_per_tok"))
+    config = json.loads((folder / CONFIG).read_text())
+    value = pick(rng, [v for v in HOSTILE if v is not None] + [2**30, 10**9, 4096, "32"])
+    (folder / CONFIG).write_text(json.dumps(config | {field: value}))
+
+
+def settings(rng, folder):
+    """Any field of config.json with any value: many do not matter."""
+    config = json.loads((folder / CONFIG).read_text())
+    field = pick(rng, (*config, "quantization_config", "mlp_only_layers", "decoder_sparse_step", "model_type"))
+    (folder / CONFIG).write_text(json.dumps(config | {field: pick(rng, HOSTILE)}))
+
+
+def quantization(rng, folder):
+    config = json.loads((folder / CONFIG).read_text())
+    options = {"quant_method": pick(rng, ("fp8", "mxfp8", "mxfp4", "gptq", pick(rng, HOSTILE))),
+               pick(rng, ("weight_block_size", "block_size", "modules_to_not_convert")): pick(rng, HOSTILE)}
+    (folder / CONFIG).write_text(json.dumps(config | {"quantization_config": options}))
+
+
+def layers(rng, folder):
+    """Layers that are there and not in config.json, or the other way round."""
+    config = json.loads((folder / CONFIG).read_text())
+    change = pick(rng, ({"num_hidden_layers": int(rng.integers(3, 4096))}, {"num_hidden_layers": 1}, {
+        "mlp_only_layers": [int(rng.integers(L))]}, {"decoder_sparse_step": int(rng.integers(2, 100))}))
+    (folder / CONFIG).write_text(json.dumps(config | change))
+
+
+def traversal(rng, folder):
+    index = json.loads((folder / INDEX).read_text())
+    name = pick(rng, list(index["weight_map"]))
+    index["weight_map"][name] = pick(rng, (
+        "../single/model.safetensors", "/etc/passwd", "/proc/self/mem", "a.safetensors/", "./a.safetensors", "..", ".",
+        "..\\a.safetensors", "a\0.safetensors", "", "config.json", "x" * 300 + ".safetensors", "c.safetensors",
+        "file:///etc/x.safetensors", "~/x.safetensors", "\ud800.safetensors", 5, None, ["a.safetensors"], {}))
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def index(rng, folder):
+    content = json.loads((folder / INDEX).read_text())
+    weights = content["weight_map"]
+    kind = rng.integers(6)
+    if kind == 0:
+        weights.pop(pick(rng, list(weights)))
+    elif kind == 1:
+        weights[pick(rng, ("ghost", "model.layers.9.mlp.gate.weight"))] = "a.safetensors"
+    elif kind == 2:
+        name = pick(rng, list(weights))
+        weights[name] = "b.safetensors" if weights[name] == "a.safetensors" else "a.safetensors"
+    elif kind == 3:
+        content["weight_map"] = pick(rng, HOSTILE)
+    elif kind == 4:
+        content = {"metadata": content}
+    text = json.dumps(content)
+    if kind == 5:
+        text = text[:rng.integers(len(text) - 1)]
+    (folder / INDEX).write_text(text)
+
+
+def links(rng, folder):
+    file = folder / pick(rng, (CONFIG, INDEX, "a.safetensors"))
+    file.unlink()
+    kind = rng.integers(7)
+    if kind == 0:
+        file.mkdir()
+    elif kind == 1:
+        os.mkfifo(file)
+    else:
+        file.symlink_to(("/dev/zero", file.name, "nowhere", "/proc/self/mem", folder.parent)[kind - 2])
+
+
+def shards(rng, folder):
+    """A tensor in two shards, or a shard from another model."""
+    if rng.integers(2):
+        shutil.copy(folder / "a.safetensors", folder / "b.safetensors")
+    else:
+        save_file({"model.norm.weight": np.ones(int(rng.integers(1, 9)), np.float32)}, folder / "b.safetensors")
+
+
+MUST_FAIL = {"single": (truncate, grow, header_length, shape, dtype, offsets, duplicate, names, nesting, sizes, layers),
+             "sharded": (traversal, index, links, shards)}
+MAY_LOAD = {"single": (header_bytes, settings, quantization)}
+KINDS = [(kind, mutate, True) for kind, group in MUST_FAIL.items() for mutate in group]
+KINDS += [(kind, mutate, False) for kind, group in MAY_LOAD.items() for mutate in group]
+assert len(KINDS) * MUTATIONS >= 450
+
+
+@pytest.mark.parametrize("kind, mutate, must_fail", KINDS, ids=lambda value: getattr(value, "__name__", ""))
+def test_mutated_folders(sound, tmp_path, kind, mutate, must_fail):
+    for seed in range(MUTATIONS * (1 if must_fail else 3)):
+        folder = shutil.copytree(sound / kind, tmp_path / str(seed))
+        mutate(np.random.default_rng(seed), folder)
+        start = time.process_time()
+        try:
+            blocks = load_moe_blocks(folder)
+        except CheckpointError as error:
+            message = str(error)
+            assert message.isprintable() and len(message) < 3000, (seed, message)
+            assert str(folder) in message
+        else:
+            assert not must_fail, (seed, "loaded")
+            assert set(blocks) == set(range(L)), seed
+            for block in blocks.values():
+                assert block.experts.w_down.shape == (E, H, I) and block.router.shape == (E, H)
+        assert time.process_time() - start < SECONDS, seed
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("config", [GptOssConfig, MixtralConfig, Qwen3MoeConfig])
+def test_any_value_in_the_config_of_a_decoder(config):
+    """Every field with every hostile value, also inside the rotary options: a config, or an error about a field."""
+    sound = dict(
+        architectures=[config.ARCHITECTURE], model_type=config.MODEL_TYPE, vocab_size=8, hidden_size=32, head_dim=32,
+        moe_intermediate_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=1, swiglu_limit=7.0,
+        num_key_value_heads=1, num_local_experts=2, num_experts_per_tok=1, max_position_embeddings=64,
+        rms_norm_eps=1e-5, rope_theta=1e4, sliding_window=4, layer_types=["full_attention"] * 2,
+        attention_bias=True, hidden_act="silu", norm_topk_prob=True, rope_parameters=None, use_sliding_window=False,
+        tie_word_embeddings=False)
+    yarn = dict(rope_type="yarn", factor=2.0, original_max_position_embeddings=32, beta_fast=4.0, beta_slow=1.0,
+                truncate=False, attention_factor=1.0)
+    made = 0
+    for value in HOSTILE:
+        cases = [sound | {name: value} for name in sound]
+        cases += [sound | {"rope_scaling": yarn | {name: value}} for name in yarn]
+        for case in cases:
+            try:
+                read = config.from_hf(case)
+            except (ArgumentError, UnsupportedError) as error:
+                assert str(error).isprintable() and len(str(error)) < 1000
+            else:
+                made += 1
+                angles, factor = frequencies(read.rope_theta, read.head_dim, read.yarn)
+                assert len(angles) == read.head_dim // 2 and np.isfinite(factor)
+                assert len([read.window(n) for n in range(read.num_hidden_layers)]) == 2
+    assert made > 20
+
+
+def test_nothing_of_a_folder_is_executed(sound, tmp_path):
+    """Pickled weights and Python files beside a sound model are never opened."""
+    folder = shutil.copytree(sound / "single", tmp_path / "code")
+    (folder / "modeling_evil.py").write_text("raise SystemExit('executed')")
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(config | {"auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"}}))
+    assert len(load_moe_blocks(folder)) == L
+    (folder / SINGLE).rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="holds neither model.safetensors nor"):
+        load_moe_blocks(folder)
+
+
+@pytest.mark.parametrize("file, make, message", [
+    (CONFIG, lambda: b'{"a": [' + b"0," * 2**20 + b"0]}", "config.json: got more than 1048576 bytes"),
+    (CONFIG, lambda: b"{" + b" " * 2**20 + b"}", "config.json: got more than 1048576 bytes"),
+    (INDEX, lambda: b'{"weight_map": {' + b",".join(b'"%d":"a"' % n for n in range(2**20 + 2)) + b"}}",
+     "index.json: got over 1048576 entries"),
+    (INDEX, lambda: b'{"weight_map": ' + b"[" * 2**20 + b"]" * 2**20 + b"}", "index.json: got over 100 objects"),
+    (INDEX, lambda: b" " * (2**26 + 1), "index.json: got more than 67108864 bytes"),
+    (INDEX, lambda: b'{"weight_map": {"' + b"x" * 2**25 + b'": "a.safetensors"}}', "not hold what the index says: xx"),
+    ("a.safetensors", lambda: (2**25).to_bytes(8, "little") + b'{"' + b"x" * 2**25, "a header of 33554432 bytes, exp"),
+    ("a.safetensors", lambda: (2**22).to_bytes(8, "little") + b"[" * 2**22, "not a valid safetensors file"),
+])
+def test_huge_json_costs_little(sound, tmp_path, file, make, message):
+    """Billions of entries would be as many bytes: what is too large is refused before it is parsed."""
+    folder = shutil.copytree(sound / "sharded", tmp_path / "huge")
+    (folder / file).write_bytes(make())
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_moe_blocks(folder)
+    assert time.process_time() - start < SECONDS and len(str(caught.value)) < 3000
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # kB
+
+
+def test_a_header_full_of_tensors_is_bounded(sound, tmp_path):
+    """A header of 30,000 empty tensors."""
+    folder = shutil.copytree(sound / "single", tmp_path / "many")
+    text = json.dumps({str(n): {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for n in range(30_000)}).encode()
+    assert reader.MAX_HEADER_BYTES / 3 < len(text) < reader.MAX_HEADER_BYTES
+    (folder / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text)
+    start = time.process_time()
+    with pytest.raises(CheckpointError, match="14 tensors missing"):
+        load_moe_blocks(folder)
+    assert time.process_time() - start < SECONDS
