@@ -120,6 +120,11 @@ def describe(model: Qwen3Moe, name: str) -> str:
             f"experts in {model.layers[0].moe.experts.format}")
 
 
+def printable(text: str) -> str:
+    """The text without control characters: a model may write them, and a terminal would obey."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
 class _Screen:
     """Where the completion goes: a live panel with a progress bar on a terminal, plain text elsewhere."""
 
@@ -152,8 +157,7 @@ class _Screen:
             self._write("\n")
 
     def add(self, text: str, rate: float) -> None:
-        # A model may write control characters; a terminal would obey them.
-        self._completion += "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+        self._completion += printable(text)
         self._progress.update(self._task, advance=1, rate=f"{rate:,.0f} tokens/s" if rate == rate else "")
         if not self._console.is_terminal:
             self._write(text)

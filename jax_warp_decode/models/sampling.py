@@ -1,0 +1,45 @@
+"""The next token from logits, on the device: greedy, or sampled at a temperature from the most likely tokens."""
+
+import jax
+import jax.numpy as jnp
+
+
+def sample(
+    logits: jax.Array, key: jax.Array | None = None, temperature: jax.Array | None = None,
+    top_p: jax.Array | None = None,
+) -> jax.Array:
+    """One token per row.
+
+    Args:
+      logits: [B, V] float32.
+      key: of `jax.random`; None without a temperature.
+      temperature: float32 scalar above 0: sample from `softmax(logits / temperature)`. None takes the largest logit,
+        the lower id among equal ones.
+      top_p: float32 scalar in (0, 1]: sample only from the smallest set of most likely tokens whose probabilities, at
+        this temperature, sum to at least top_p ("nucleus", arXiv:1904.09751). Tokens as likely as its last one belong
+        to it too. None keeps all.
+
+    Returns:
+      ids int32 [B].
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_warp_decode.models.sampling import sample
+      >>> logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
+      >>> sample(logits).tolist()
+      [0]
+      >>> draw = lambda key: sample(logits, key, jnp.float32(1), jnp.float32(0.7))[0]
+      >>> sorted(set(jax.vmap(draw)(jax.random.split(jax.random.key(0), 100)).tolist()))
+      [0, 1]
+    """
+    if temperature is None:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    # Differences to the largest logit are at most 0: over a tiny temperature they overflow to probability 0.
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
+    if top_p is not None:
+        probabilities = jax.nn.softmax(scaled)
+        descending = -jnp.sort(-probabilities, axis=-1)
+        before = jnp.cumsum(descending, axis=-1) - descending  # of the more likely ones
+        least = jnp.min(jnp.where(before < top_p, descending, jnp.inf), axis=-1, keepdims=True)
+        scaled = jnp.where(probabilities >= least, scaled, -jnp.inf)
+    return jax.random.categorical(key, scaled).astype(jnp.int32)

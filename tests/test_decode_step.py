@@ -1,0 +1,212 @@
+"""The lean decode step: ragged rows, its kernels, sampling, generation, and the report on where time goes."""
+
+import argparse
+import dataclasses
+import io
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from rich.console import Console
+
+from jax_warp_decode import ArgumentError, UnsupportedError, generate_command, profile_command
+from jax_warp_decode.checkpoints import save_qwen3_moe
+from jax_warp_decode.kernels.dense_rows import dense_rows
+from jax_warp_decode.kernels.rms_norm import rms_norm
+from jax_warp_decode.measure import parts, timing
+from jax_warp_decode.models import Qwen3Moe, Qwen3MoeConfig
+from jax_warp_decode.models.cache import RaggedCache
+from jax_warp_decode.models.decode_loop import decode_tokens, generate_ragged
+from jax_warp_decode.models.decode_step import DecodeModel, DecoderWeights, decode_step
+from jax_warp_decode.models.sampling import sample
+
+CONFIG = Qwen3MoeConfig(
+    vocab_size=256, hidden_size=64, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
+    max_position_embeddings=64)
+
+
+STEP = jax.jit(decode_step, static_argnums=0)
+
+
+@pytest.fixture(scope="module")
+def module():
+    """Random weights and gains, filled in without compiling an initialiser for each."""
+    module = nnx.eval_shape(lambda: Qwen3Moe(
+        CONFIG, strategy="reference", dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    normal = np.random.default_rng(7).normal
+
+    def fill(like):
+        values = 1 + 0.1 * normal(size=like.shape) if like.ndim == 1 else normal(size=like.shape) / like.shape[-1]**0.5
+        return jnp.asarray(values, like.dtype)
+
+    nnx.update(module, jax.tree.map(fill, nnx.state(module)))
+    return module
+
+
+@pytest.fixture(scope="module")
+def parts_of(module):
+    return DecodeModel.of(module), DecoderWeights.from_model(module)
+
+
+@pytest.fixture(scope="module")
+def one_layer(parts_of):
+    model, weights = parts_of
+    return (dataclasses.replace(model, config=dataclasses.replace(CONFIG, num_hidden_layers=1)),
+            dataclasses.replace(weights, layers=weights.layers[:1]))
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(3)
+    return [rng.integers(0, CONFIG.vocab_size, size).tolist() for size in (3, 11, 1)]
+
+
+def test_rows_of_different_lengths_decode_as_the_module_does_each_alone(module, parts_of, prompts):
+    generation = generate_ragged(*parts_of, prompts, 7, chunk=3)
+    together = np.concatenate(list(generation))
+    assert together.shape == (7, 3) and [n for n, _ in generation.step_seconds] == [3, 3]
+    whole = np.zeros((3, 18), np.int32)  # what follows a sequence does not change it
+    for row, prompt in enumerate(prompts):
+        whole[row, :len(prompt) + 7] = prompt + together[:, row].tolist()
+    forward = np.asarray(nnx.jit(lambda m, t: m(t)[0])(module, whole))
+    for row, prompt in enumerate(prompts):
+        logits = forward[row, len(prompt) - 1:len(prompt) + 6]
+        # Greedy: the chosen token has the largest logit of a full forward pass, up to rounding.
+        chosen = np.take_along_axis(logits, together[:, row, None], axis=1)[:, 0]
+        assert np.all(chosen >= logits.max(axis=1) - 1e-4)
+
+
+def test_a_full_row_and_an_unknown_token_give_nan_and_leave_the_others_alone(one_layer):
+    model, weights = one_layer
+    cache = dataclasses.replace(model.new_cache(3, 256), lengths=jnp.array([256, 1, 1], jnp.int32))
+    logits, _ = STEP(model, weights, cache, jnp.array([1, 1, CONFIG.vocab_size], jnp.int32))
+    assert np.isnan(np.asarray(logits)).all(axis=1).tolist() == [True, False, True]
+    assert not np.isnan(np.asarray(logits[1])).any()
+
+
+def test_steps_update_the_cache_in_place(one_layer):
+    model, weights = one_layer
+    cache = model.new_cache(2, 64)
+    step = jax.jit(decode_tokens, static_argnums=(0, 4), donate_argnums=2)
+    compiled = step.lower(model, weights, cache, jnp.zeros((2,), jnp.int32), 3).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes >= sum(a.nbytes for a in (*cache.k, *cache.v))
+
+
+def test_the_fused_form_of_a_step_agrees_with_xla(one_layer):
+    plain, weights = one_layer  # in float32, and too narrow for `dense_rows`
+    fused = dataclasses.replace(plain, attention="fused", interpret=True)
+    normal = np.random.default_rng(0).normal
+    lengths = np.array([3, 200, 0], np.int32)  # 200 positions lie in several splits
+    first, second = (normal(size=(3, 256, 2, 32)).astype(np.float32) for _ in range(2))
+    cache = RaggedCache((jnp.asarray(first),), (jnp.asarray(second),), jnp.asarray(lengths), heads_first=False)
+    poisoned = [jnp.asarray(np.where((np.arange(256) < lengths[:, None])[..., None, None], a, np.nan).swapaxes(1, 2))
+                for a in (first, second)]
+    turned = RaggedCache((poisoned[0],), (poisoned[1],), cache.lengths, heads_first=True)
+    assert fused.new_cache(3, 256).k[0].shape == turned.k[0].shape
+    tokens = jnp.array([4, 9, 30], jnp.int32)
+    want, stored = STEP(plain, weights, cache, tokens)
+    got, written = STEP(fused, weights, turned, tokens)
+    np.testing.assert_allclose(got, want, atol=1e-4)
+    for a, b in ((written.k, stored.k), (written.v, stored.v)):
+        for row, length in enumerate(lengths):
+            np.testing.assert_allclose(a[0][row].swapaxes(0, 1)[:length + 1], b[0][row, :length + 1], atol=1e-5)
+            assert np.isnan(np.asarray(a[0][row, :, length + 1:])).all(), "nothing else was written"
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_dense_rows_is_the_exact_product_rounded_once(tokens):
+    rng = np.random.default_rng(tokens)
+    x, delta, w, gain = (jnp.asarray(rng.normal(size=s), jnp.bfloat16)
+                         for s in ((tokens, 512), (tokens, 512), (16, 512), (512,)))
+    residual = jnp.asarray(rng.normal(size=(tokens, 16)), jnp.bfloat16)
+    wide = [np.asarray(a, np.float64) for a in (x, delta, w, gain, residual)]
+    total = wide[0] + wide[1]
+    scaled = total / np.sqrt((total**2).mean(-1, keepdims=True) + 1e-6) * wide[3]
+    got = dense_rows((x, delta), w, gain=gain, residuals=(residual,), out_dtype=jnp.float32, interpret=True)
+    # float32 sums of 512 products: each addition rounds by 2^-24 of a partial sum of at most the sum of magnitudes.
+    bound = 512 * 2.0**-23 * (np.abs(scaled) @ np.abs(wide[2]).T + np.abs(wide[4]))
+    assert np.all(np.abs(np.asarray(got) - (scaled @ wide[2].T + wide[4])) <= bound)
+
+
+def test_rms_norm_of_an_odd_size():
+    x, gain = (np.random.default_rng(0).normal(size=s).astype(np.float32) for s in ((2, 48), (48,)))
+    want = x / np.sqrt((x.astype(np.float64)**2).mean(-1, keepdims=True) + 1e-6) * gain
+    np.testing.assert_allclose(rms_norm(jnp.asarray(x), jnp.asarray(gain), eps=1e-6, interpret=True), want, rtol=1e-6)
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_p():
+    probabilities = np.array([0.05, 0.4, 0.25, 0.2, 0.1])
+    logits = jnp.asarray(np.log(probabilities), jnp.float32)[None]
+
+    @jax.jit
+    def draw(top_p):
+        return sample(jnp.broadcast_to(logits, (4000, 5)), jax.random.key(5), jnp.float32(1), top_p)
+
+    for top_p, kept in ((0.3, [1]), (0.6, [1, 2]), (0.7, [1, 2, 3]), (1.0, [0, 1, 2, 3, 4])):
+        want = np.zeros(5)
+        want[kept] = probabilities[kept] / probabilities[kept].sum()
+        # Five standard deviations of a share of 4000 draws.
+        seen = np.bincount(draw(jnp.float32(top_p)), minlength=5) / 4000
+        assert np.all(np.abs(seen - want) <= 5 * np.sqrt(want * (1 - want) / 4000) + 1e-9)
+    assert sample(jnp.array([[1.0, 3.0, 3.0]])).tolist() == [1]
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (dict(prompts=[]), ["prompts", "none"]),
+    (dict(prompts=[[1], []]), ["prompts[1]", "at least one"]),
+    (dict(prompts=[[256]]), ["prompts[0]", "id 256", "< 256"]),
+    (dict(max_new_tokens=0), ["max_new_tokens", "0", "at least 1"]),
+    (dict(max_new_tokens=63), ["max_new_tokens", "at most 62", "is 64"]),
+    (dict(max_len=4), ["max_len", "4", "11"]),
+    (dict(top_p=0.5), ["top_p", "temperature 0"]),
+    (dict(top_p=1.5, temperature=1.0, rng=jax.random.key(0)), ["top_p", "1.5"]),
+    (dict(temperature=1.0), ["rng", "None"]),
+    (dict(chunk=0), ["chunk", "0"]),
+])
+def test_bad_arguments_raise_before_anything_runs(parts_of, change, words):
+    arguments = dict(prompts=[[1, 2], [3]], max_new_tokens=9) | change
+    with pytest.raises(ArgumentError) as error:
+        generate_ragged(*parts_of, arguments.pop("prompts"), arguments.pop("max_new_tokens"), **arguments)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_the_generate_command_continues_several_prompts_at_once(module, tmp_path):
+    save_qwen3_moe(module, tmp_path)  # a vocabulary of 256 is bytes
+    parser = argparse.ArgumentParser()
+    generate_command.add_arguments(parser)
+    console = Console(file=io.StringIO(), width=200)
+    words = ["--prompt", "The with", "--prompt", "Return a new list of", "--max-new-tokens", "6"]
+    generate_command.run(
+        parser.parse_args([*words, "--checkpoint", str(tmp_path), "--strategy", "reference"]), console)
+    both = console.file.getvalue()
+    assert both.startswith("[1] The with") and "tokens/s per prompt" in both
+    assert re.search(r"^\[2\] Return a new list of.+$", both, re.MULTILINE), "something was added"
+
+
+def test_the_profile_command_needs_a_gpu():
+    parser = argparse.ArgumentParser()
+    profile_command.add_arguments(parser)
+    with pytest.raises(UnsupportedError, match="no NVIDIA GPU"):
+        profile_command.run(parser.parse_args([]), Console(file=io.StringIO()))
+
+
+def test_time_goes_to_the_part_that_a_kernel_belongs_to():
+    hlo = """
+      %loop_add_fusion.3 = bf16[1,64]{1,0} fusion(%a), kind=kLoop, metadata={op_name="jit(f)/jit(g)/norm/add"}
+      ROOT %gemm_fusion_dot.7 = f32[1,48]{1,0} fusion(%b), metadata={op_name="jit(f)/head/dot_general" id=3}
+    """
+    scopes = parts.kernel_scopes(hlo)
+    names = ["moe_router_mosaic_gpu_kernel", "moe_gate_up_3d_batched_x", "moe_down_3d_batched_x", "loop_add_fusion_3",
+             "gemm_fusion_dot_7", "head_dense_rows_mosaic_gpu_kernel", "dense_rows_mosaic_gpu_kernel", "mystery"]
+    events = [timing.Event(name, 10_000 * i, 10_000 * i + 8_000) for i, name in enumerate(names)]
+    found = parts.split_parts(events, scopes, steps=2)
+    assert {name: part.us for name, part in found.items()} == pytest.approx(dict(
+        router=4, gate_up=4, down=4, norm=4, head=8, projections=4, other=4, gaps=7))
+    assert found["head"].kernels == 1 and list(found["norm"].names) == ["loop_add_fusion_3"]
+    rendered = Console(file=io.StringIO(), width=150)
+    rendered.print(profile_command.table(found, dict(head=8e6), ceiling=4e6, layers=1))
+    assert "25%" in rendered.file.getvalue(), "8 MB in 8 us is a quarter of 4 TB/s"
