@@ -14,6 +14,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_warp_decode import batch_axes
+from jax_warp_decode import exchange as exchanges
 from jax_warp_decode.choose import choose
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.experts import ExpertWeights
@@ -23,8 +25,8 @@ from jax_warp_decode.routing import Routing, float32_weights, int32_ids
 
 Axes = str | tuple[str, ...] | None
 
-# What each axis of each weight is; stacked layers come before.
-DIMENSIONS = {"w_gate": "EIH", "w_up": "EIH", "w_down": "EHI"}
+# What each axis of each tensor is; stacked layers come before.
+DIMENSIONS = {"w_gate": "EIH", "w_up": "EIH", "w_down": "EHI", "b_gate": "EI", "b_up": "EI", "b_down": "EH"}
 
 
 @jax.tree_util.register_static
@@ -61,6 +63,9 @@ class ExpertSharding:
     token_axis: Axes = None
 
     def __post_init__(self):
+        if not isinstance(self.mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+            raise ArgumentError(f"mesh: got {type(self.mesh).__name__}, expected a jax.sharding.Mesh, as jax.make_mesh "
+                                "makes it")
         for name in ("expert_axis", "tensor_axis", "token_axis"):
             axes = _axes(getattr(self, name))
             unknown = [axis for axis in axes if axis not in self.mesh.axis_names]
@@ -81,8 +86,8 @@ class ExpertSharding:
         Raises:
           ArgumentError: E or I that the mesh does not divide, or a block of the format that it would cut.
         """
-        present = {name: getattr(experts, name) for name in DIMENSIONS if getattr(experts, name) is not None}
-        return dataclasses.replace(experts, **{name: self._spec(name, w) for name, w in present.items()})
+        present = experts.weights | experts.biases
+        return dataclasses.replace(experts, **{name: self.spec(name, w) for name, w in present.items()})
 
     def shardings(self, experts: ExpertWeights) -> ExpertWeights:
         """The same as `NamedSharding`s, for `jax.jit`, `jax.device_put`, loaders and checkpointers."""
@@ -93,7 +98,8 @@ class ExpertSharding:
         """Puts the weights in their places on the mesh, once."""
         return jax.device_put(experts, self.shardings(experts))
 
-    def _spec(self, name, w):
+    def spec(self, name: str, w: jax.Array | QuantizedArray) -> P | QuantizedArray:
+        """The specs of one tensor of an `ExpertWeights`: `name` is its field, w the tensor or its shape."""
         split = {"E": _axes(self.expert_axis), "I": _axes(self.tensor_axis)}
         dimensions = "L" * (w.ndim - len(DIMENSIONS[name])) + DIMENSIONS[name]
         axes = [split.get(dimension, ()) for dimension in dimensions]
@@ -118,7 +124,8 @@ class ExpertSharding:
 
 
 def moe_sharded(x: jax.Array, routing: Routing, experts: ExpertWeights, sharding: ExpertSharding, *,
-                layer: jax.Array | int | None = None, reduce_dtype=jnp.float32, **options) -> jax.Array:
+                layer: jax.Array | int | None = None, reduce_dtype=jnp.float32, exchange: str = "auto",
+                **options) -> jax.Array:
     """`moe` over the devices of a mesh: routed experts of one layer, weights staying where they are.
 
     Args:
@@ -133,8 +140,10 @@ def moe_sharded(x: jax.Array, routing: Routing, experts: ExpertWeights, sharding
         that sum: shares are not rounded before it, and y is rounded to x.dtype once after it. (On a GPU,
         "expert_centric" rounds every projection to bfloat16, so also each device's part of a split I.) bfloat16 halves
         the bytes on the wire and rounds every share.
-      **options: activation, strategy, activation_format, interpret, as in `moe`. "auto" decides from the pairs that a
-        device's experts can expect.
+      exchange: how tokens meet their experts where one axis splits both: "gather", "all_to_all" (GPUs), or "auto", the
+        one that takes less time by its bytes, see `jax_warp_decode.exchange`.
+      **options: activation, strategy, activation_format, weight_on, interpret, as in `moe`. The strategy "auto" decides
+        from the pairs that a device's experts can expect.
 
     Returns:
       y, shape, dtype and split of x.
@@ -159,9 +168,16 @@ def moe_sharded(x: jax.Array, routing: Routing, experts: ExpertWeights, sharding
       0.73
     """
     x = jnp.asarray(x)
+    if not isinstance(experts, ExpertWeights):
+        raise ArgumentError(f"experts: got {type(experts).__name__}, expected ExpertWeights(w_gate, w_up, w_down)")
+    if not isinstance(routing, Routing):
+        raise ArgumentError(f"routing: got {type(routing).__name__}, expected Routing(ids, weights); see route")
+    if not isinstance(sharding, ExpertSharding):
+        raise ArgumentError(f"sharding: got {type(sharding).__name__}, expected ExpertSharding(mesh, expert_axis=..)")
     experts.check()
     specs = sharding.specs(experts)
     _check_places(experts, sharding.shardings(experts))
+    _check_devices(sharding.mesh, x=x, **{f"routing.{name}": getattr(routing, name) for name in ("ids", "weights")})
     parts = sharding.size(sharding.token_axis)
     if parts > 1 and (x.ndim < 2 or x.shape[0] % parts):
         raise ArgumentError(f"x: got shape {x.shape}, expected a first axis that is a multiple of {parts}, the devices "
@@ -173,7 +189,7 @@ def moe_sharded(x: jax.Array, routing: Routing, experts: ExpertWeights, sharding
     def local(x, routing, experts, traced):
         return moe_local(x, routing, experts, expert_axis=sharding.expert_axis, tensor_axis=sharding.tensor_axis,
                          token_axis=sharding.token_axis, layer=layer if traced is None else traced,
-                         reduce_dtype=reduce_dtype, **options)
+                         reduce_dtype=reduce_dtype, exchange=exchange, **options)
 
     routing = Routing(int32_ids(routing.ids), float32_weights(routing.weights))
     if AxisType.Explicit in sharding.mesh.axis_types:  # there, shard_map takes no argument that is split otherwise
@@ -184,7 +200,7 @@ def moe_sharded(x: jax.Array, routing: Routing, experts: ExpertWeights, sharding
 
 def moe_local(x: jax.Array, routing: Routing, experts: ExpertWeights, *, expert_axis: Axes = None,
               tensor_axis: Axes = None, token_axis: Axes = None, layer: jax.Array | int | None = None,
-              reduce_dtype=jnp.float32, **options) -> jax.Array:
+              reduce_dtype=jnp.float32, exchange: str = "auto", **options) -> jax.Array:
     """What one device does for `moe_sharded`, to be called inside `jax.shard_map`, with check_vma on or off.
 
     Args:
@@ -192,7 +208,7 @@ def moe_local(x: jax.Array, routing: Routing, experts: ExpertWeights, *, expert_
       routing: `Routing` of these tokens, with the ids of all experts of the layer.
       experts: this device's share of the weights, cut as `ExpertSharding.specs` says.
       expert_axis, tensor_axis, token_axis: as in `ExpertSharding`.
-      layer, reduce_dtype, **options: as in `moe_sharded`.
+      layer, reduce_dtype, exchange, **options: as in `moe_sharded`.
 
     Returns:
       y for this device's tokens, complete: equal on all devices along expert_axis and tensor_axis, unless these split
@@ -209,9 +225,20 @@ def moe_local(x: jax.Array, routing: Routing, experts: ExpertWeights, *, expert_
     # Tokens that differ between devices holding different weights must meet all of them.
     gathered = tuple(axis for axis in axes["token_axis"] if axis in partial)
     summed = tuple(axis for axis in partial if axis not in gathered)
+    shape = x.shape
     if gathered:
-        x, routing = jax.tree.map(lambda a: lax.all_gather(a, gathered, tiled=True), (x, routing))
+        way = exchanges.resolve(
+            exchange, gathered, axes["expert_axis"], tokens=math.prod(x.shape[:-1]), hidden=x.shape[-1],
+            itemsize=jnp.dtype(reduce_dtype).itemsize, devices=lax.axis_size(gathered),
+            experts_per_token=routing.ids.shape[-1])
+        if way == "gather":
+            x, routing, home = exchanges.gather(x, routing, gathered)
+        else:
+            x, routing, home = exchanges.all_to_all(*batch_axes.merge(x, routing), gathered[0], experts.num_experts)
 
+    if axes["tensor_axis"] and experts.b_down is not None:  # whole on every device, and counted on one
+        once = lax.axis_index(axes["tensor_axis"]) == 0
+        experts = experts.map(lambda b: jnp.where(once, b, jnp.zeros((), b.dtype)), "b_down")
     E = experts.num_experts
     ids, shares = int32_ids(routing.ids), 1
     if axes["expert_axis"]:
@@ -227,7 +254,7 @@ def moe_local(x: jax.Array, routing: Routing, experts: ExpertWeights, *, expert_
     if summed:
         y = lax.psum(y, summed)
     if gathered:
-        y = lax.psum_scatter(y, gathered, tiled=True)
+        y = home(y).reshape(shape)
     return y.astype(x.dtype)
 
 
@@ -278,3 +305,17 @@ def _check_places(experts, shardings):
             raise ArgumentError(
                 f"experts{jax.tree_util.keystr(path)}: got {w.sharding}, expected {want}; place the weights once, with "
                 f"ExpertSharding.shard or a jit with out_shardings=ExpertSharding.shardings(experts)")
+
+
+def _check_devices(mesh, **arrays):
+    """Concrete arrays that were put somewhere must be on the devices of the mesh."""
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        return
+    for name, a in arrays.items():
+        if isinstance(a, jax.core.Tracer) or not isinstance(a, jax.Array) or not a.committed:
+            continue
+        if a.sharding.device_set != set(mesh.devices.flat):
+            raise ArgumentError(
+                f"{name}: got an array put on {len(a.sharding.device_set)} devices, {a.sharding}, expected one "
+                f"on the {mesh.size} devices of the mesh {dict(mesh.shape)}; put it there with jax.device_put(.., "
+                "NamedSharding(mesh, P(token_axis)))")

@@ -34,7 +34,7 @@ LAYOUTS = {
     "explicit DP2 x EP4": lambda: ExpertSharding(GRID(AxisType.Explicit), expert_axis="a", token_axis="b"),
 }
 SIZES = dict(tokens=8, experts=8, hidden=64, intermediate=128, k=2)
-sharded = jax.jit(moe_sharded, static_argnames=("strategy", "interpret", "reduce_dtype"))
+sharded = jax.jit(moe_sharded, static_argnames=("strategy", "interpret", "reduce_dtype", "exchange"))
 
 
 def run(case, sharding, **options):
@@ -279,3 +279,23 @@ def test_weights_in_the_wrong_place_are_not_moved_in_secret():
     for wrong in (experts, other):
         with pytest.raises(ArgumentError, match=r"experts\.w_gate: got .*expected .*ExpertSharding.shard"):
             moe_sharded(x, routing, wrong, sharding)
+    mixed = dataclasses.replace(sharding.shard(experts), w_down=other.w_down)
+    with pytest.raises(ArgumentError, match=r"experts\.w_down: got .*'e': 2.*expected .*'a': 4"):
+        moe_sharded(x, routing, mixed, sharding)
+
+
+def test_tokens_on_other_devices_and_things_that_are_no_mesh():
+    x, routing, experts = small()
+    sharding = ExpertSharding(mesh(e=4), expert_axis="e")
+    placed = sharding.shard(experts)
+    elsewhere = jax.device_put((x, routing), jax.devices()[5])
+    with pytest.raises(ArgumentError, match=r"x: got an array put on 1 devices.*the 4 devices of the mesh"):
+        moe_sharded(elsewhere[0], routing, placed, sharding)
+    with pytest.raises(ArgumentError, match=r"routing\.ids: got an array put on 1 devices"):
+        moe_sharded(x, elsewhere[1], placed, sharding)
+    with pytest.raises(ArgumentError, match="mesh: got int, expected a jax.sharding.Mesh"):
+        ExpertSharding(8)
+    with pytest.raises(ArgumentError, match="sharding: got Mesh, expected ExpertSharding"):
+        moe_sharded(x, routing, placed, mesh(e=4))
+    with pytest.raises(ArgumentError, match="routing: got tuple, expected Routing"):
+        moe_sharded(x, (routing.ids, routing.weights), placed, sharding)

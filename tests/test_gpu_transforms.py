@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 
 from jax_warp_decode import Routing, moe
 from jax_warp_decode.parallel import ExpertSharding, moe_sharded
+from jax_warp_decode.partitioned import moe_partitioned
 from jax_warp_decode.paths import grouped_kernels
 
 pytestmark = pytest.mark.gpu
@@ -79,3 +80,31 @@ def test_warp_decode_on_two_gpus(layout, weights):
     layer = jax.jit(moe_sharded, static_argnames="strategy")
     y = layer(x, routing, sharding.shard(experts), sharding, strategy="warp_decode")
     oracle.assert_close(y, case, h_dtype="float32" if weights == "bf16" else "bfloat16")
+
+
+@two_gpus
+@pytest.mark.parametrize("strategy", ["warp_decode", "shared_decode"])
+@pytest.mark.parametrize("layout", [dict(expert_axis="gpu"), dict(tensor_axis="gpu")])
+def test_plain_jit_on_two_gpus(layout, strategy):
+    case = oracle.make_case(5, tokens=16, experts=8, hidden=512, intermediate=384, k=4, pattern="skipped")
+    x, routing, experts = case.args()
+    mesh = jax.make_mesh((2,), ("gpu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    sharding = ExpertSharding(mesh, **layout)
+    x, routing = jax.device_put((x, routing), jax.NamedSharding(mesh, jax.P()))
+    layer = jax.jit(moe_partitioned, static_argnames="strategy").lower(
+        x, routing, sharding.shard(experts), strategy=strategy).compile()
+    assert "all-gather" not in layer.as_text()
+    oracle.assert_close(layer(x, routing, sharding.shard(experts)), case, h_dtype="bfloat16",
+                        unit=oracle.TENSOR_CORE_UNIT)
+
+
+@two_gpus
+@pytest.mark.parametrize("pattern", ["uniform", "skipped"])
+def test_all_to_all_on_two_gpus(pattern):
+    case = oracle.make_case(6, tokens=16, experts=8, hidden=512, intermediate=384, k=3, pattern=pattern)
+    x, routing, experts = case.args()
+    mesh = jax.make_mesh((2,), ("gpu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    sharding = ExpertSharding(mesh, expert_axis="gpu", token_axis="gpu")
+    layer = jax.jit(moe_sharded, static_argnames=("strategy", "exchange"))
+    y = layer(x, routing, sharding.shard(experts), sharding, strategy="warp_decode", exchange="all_to_all")
+    oracle.assert_close(y, case)

@@ -6,6 +6,8 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 TESTS = pathlib.Path(__file__).parent
 
 
@@ -14,10 +16,11 @@ def environment(devices):
                 PYTHONPATH=os.pathsep.join([str(TESTS.parent), str(TESTS)]))
 
 
-def test_checks_on_eight_devices():
+@pytest.mark.parametrize("checks", ["parallel_checks", "partitioned_checks"])
+def test_checks_on_eight_devices(checks):
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist",
-         str(TESTS / "parallel_checks.py")],
+         str(TESTS / f"{checks}.py")],
         env=environment(8), capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
@@ -26,7 +29,10 @@ PROCESS = """
 import sys
 import jax, jax.numpy as jnp, numpy as np
 import oracle
-from jax_warp_decode import ExpertWeights, Routing
+from jax_warp_decode import Routing
+from jax_warp_decode.checkpoint_sharding import load_experts
+from jax_warp_decode.checkpoints import reader
+from jax_warp_decode.demo import bundled_model
 from jax_warp_decode.parallel import ExpertSharding, moe_sharded
 jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
 assert jax.process_count() == 2 and jax.device_count() == 4 and jax.local_device_count() == 2
@@ -34,20 +40,18 @@ mesh = jax.make_mesh((2, 2), ("expert", "tensor"), axis_types=(jax.sharding.Axis
 sharding = ExpertSharding(mesh, expert_axis="expert", tensor_axis="tensor")
 case = oracle.make_case(1, tokens=4, experts=4, hidden=64, intermediate=64, k=2, pattern="skipped")
 x, routing, experts = case.args()
-read = set()
-
-def load(w, where):  # as from a file: each process reads its own experts alone
-    def part(index):
-        read.update(range(*index[0].indices(4)))
-        return np.asarray(w[index])
-    return jax.make_array_from_callback(w.shape, where, part)
-
-experts = jax.tree.map(load, experts, sharding.shardings(experts))
-assert len(read) == 2, read
+experts = jax.tree.map(lambda w, where: jax.make_array_from_callback(w.shape, where, lambda i: np.asarray(w[i])),
+                       experts, sharding.shardings(experts))
 y = jax.jit(moe_sharded, static_argnames="strategy")(
     np.asarray(x), Routing(np.asarray(routing.ids), np.asarray(routing.weights)), experts, sharding,
     strategy="expert_centric")
 oracle.assert_close(np.asarray(y.addressable_data(0)), case, h_dtype="bfloat16")
+
+read = []  # of a folder, each process reads its own half of the experts alone
+reader.StoredTensor.read_into = lambda self, out, fill=reader.StoredTensor.read_into: (
+    read.append(self.nbytes), fill(self, out))
+layer = load_experts(bundled_model("mxfp8"), sharding, layers=[1])[1]
+assert 2 * sum(read) == sum(a.nbytes for a in jax.tree.leaves(layer)), (sum(read), layer)
 print("right on", jax.process_index())
 """
 

@@ -76,6 +76,28 @@ def test_d02_gradients(strategy, weights):
         assert not np.asarray(d[3]).any() and np.asarray(d[:3]).any()
 
 
+@pytest.mark.parametrize("strategy", TRAINABLE)
+def test_gradients_are_the_slopes_of_the_float64_oracle(strategy):
+    # Central differences of the oracle along one direction in x, routing weights and all experts at once.
+    case = case_d02(15, x_dtype="f32", weights="f32")
+    rng, names = np.random.default_rng(16), ("x", "weights", "w_gate", "w_up", "w_down")
+    c = rng.standard_normal(case.x.shape)
+    along = {name: rng.standard_normal(getattr(case, name).shape) for name in names}
+
+    def loss(step):
+        moved = {name: np.asarray(getattr(case, name), np.float64) + step * along[name] for name in names}
+        return np.sum(c * dataclasses.replace(case, **moved).exact)
+
+    want = (loss(1e-4) - loss(-1e-4)) / 2e-4
+    x, routing, experts = case.args()
+    grads = jax.jit(jax.grad(lambda x, weights, experts: jnp.sum(
+        jnp.asarray(c, jnp.float32) * LAYERS[strategy](x, Routing(routing.ids, weights), experts)), (0, 1, 2)))(
+            x, routing.weights, experts)
+    got = {"x": grads[0], "weights": grads[1]} | grads[2].weights
+    slope = sum(np.sum(along[name] * np.asarray(g, np.float64)) for name, g in got.items())
+    assert abs(slope - want) < 1e-4 * abs(want)
+
+
 def test_gradients_inside_scan_and_checkpoint_are_those_of_a_loop():
     cases = [case_d02(seed, x_dtype="f32", weights="f32") for seed in (3, 4)]
     x, routing, _ = cases[0].args()

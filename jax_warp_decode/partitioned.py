@@ -1,0 +1,127 @@
+"""Experts on a mesh under plain `jax.jit`: the compiler says how they lie, and every device keeps its share.
+
+Under `jit`, a kernel is a black box to XLA's partitioner, which gathers all its operands on every device. Here the op
+brings its own rule (`jax.experimental.custom_partitioning`, for the Shardy partitioner): tokens split together, and the
+splits of E and I are read off the weights, which stay where they are.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_warp_decode import batch_axes
+from jax_warp_decode.errors import ArgumentError, UnsupportedError
+from jax_warp_decode.experts import ExpertWeights
+from jax_warp_decode.gradients import without_gradient
+from jax_warp_decode.moe import moe
+from jax_warp_decode.parallel import ExpertSharding, moe_local
+from jax_warp_decode.routing import Routing
+
+NO_GRADIENT = ("moe_partitioned: has no gradient, because JAX cannot differentiate a custom partitioning rule; "
+               "differentiate moe_sharded, with the same weights")
+
+
+def moe_partitioned(x: jax.Array, routing: Routing, experts: ExpertWeights, *, layer: jax.Array | int | None = None,
+                    reduce_dtype=jnp.float32, **options) -> jax.Array:
+    """`moe` for code that leaves the mesh to `jit`: the same arguments, on one device or on many.
+
+    On a mesh with `AxisType.Auto` axes (what `jax.make_mesh` gives, or `jax.sharding.Mesh`) the splits of E and I are
+    those of the weights, and the split of the tokens is that of x. Each device computes its share as `moe_local` does;
+    weights are never gathered or moved. Where the mesh is at hand, `moe_sharded` says the same in arguments and has
+    gradients.
+
+    Args:
+      x, routing, experts, layer: as in `moe`. Weights lie as `ExpertSharding.shard` places them.
+      reduce_dtype: what the shares are summed in, as in `moe_sharded`.
+      **options: activation, strategy and so on, as in `moe`; JAX can interpret kernels here on one device alone.
+
+    Returns:
+      y, shape and dtype of x, split along the tokens as x.
+
+    Raises:
+      ArgumentError: as `moe`, at trace time; or a mesh with `AxisType.Explicit` axes.
+      UnsupportedError: when differentiated or mapped by `vmap` (pass leading axes instead, [..., H]).
+      jax.errors.JaxRuntimeError: at compile time, with the text of the `ArgumentError` of `ExpertSharding`: weights
+        that are split otherwise, or through a block of their format.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_warp_decode import ExpertWeights, Routing
+      >>> from jax_warp_decode.parallel import ExpertSharding
+      >>> from jax_warp_decode.partitioned import moe_partitioned
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> w = jnp.ones((8, 32, 32), jnp.bfloat16) / 32
+      >>> experts = ExpertSharding(mesh, expert_axis="expert").shard(ExpertWeights(w, w, w))
+      >>> routing = Routing(jnp.array([[0, 7]]), jnp.array([[0.5, 0.5]]))
+      >>> y = jax.jit(moe_partitioned)(jnp.ones((1, 32), jnp.bfloat16), routing, experts)
+      >>> round(float(y[0, 0]), 2)
+      0.73
+    """
+    x = jnp.asarray(x)
+    for a in jax.tree.leaves((x, routing, experts)):
+        if isinstance(a, jax.Array) and AxisType.Explicit in jax.typeof(a).sharding.mesh.axis_types:
+            raise ArgumentError(f"experts: got arrays on a mesh with explicit axes, {jax.typeof(a).sharding.mesh}, "
+                                "expected AxisType.Auto; with explicit axes the mesh is at hand, use moe_sharded")
+    shape = x.shape
+    tokens, routing = batch_axes.merge(x, routing)
+    traced = layer if isinstance(layer, jax.Array) else None
+    leaves, tree = jax.tree.flatten((tokens, routing, experts, traced))
+
+    def run(moe_fn, *leaves):
+        tokens, routing, experts, traced = jax.tree.unflatten(tree, leaves)
+        return moe_fn(tokens, routing, experts, layer=layer if traced is None else traced, **options)
+
+    def partition(mesh, args, result):
+        sharding, wanted = _arrange(mesh, *jax.tree.unflatten(tree, args))
+        local = functools.partial(
+            moe_local, expert_axis=sharding.expert_axis, tensor_axis=sharding.tensor_axis,
+            token_axis=sharding.token_axis, reduce_dtype=reduce_dtype)
+        y = NamedSharding(mesh, P(sharding.token_axis, None))
+        return mesh, functools.partial(run, local), y, tuple(wanted)
+
+    op = custom_partitioning(functools.partial(run, moe))
+    op.def_partition(partition, sharding_rule=_rule)
+
+    # One object for both: `without_gradient` refuses derivatives, the rule under it refuses `vmap`.
+    @jax.custom_batching.custom_vmap
+    def guarded(*leaves):
+        return op(*leaves)
+
+    @guarded.def_vmap
+    def _(*_):
+        raise UnsupportedError("moe_partitioned: vmap is not supported; pass x and the routing with leading axes, "
+                               "[..., H] and [..., K]")
+
+    return without_gradient(guarded, NO_GRADIENT)(*leaves).reshape(shape)
+
+
+def _rule(mesh, operands, results):
+    """Shardy's rule: only the tokens go from x to y. What E and I mean for each part of a weight, `_arrange` knows."""
+    fresh = (f"f{i}" for i in itertools.count())
+    name = lambda type, tokens: " ".join(
+        ["t"] * tokens + list(itertools.islice(fresh, len(type.shape) - tokens))) if len(type.shape) else ""
+    operands = [name(type, tokens=i < 3) for i, type in enumerate(operands)]  # x, ids and weights come first
+    return f"{', '.join(operands)} -> {name(results[0], tokens=True)}"
+
+
+def _arrange(mesh, x, routing, experts, traced) -> tuple[ExpertSharding, list[NamedSharding]]:
+    """The split that the operands (shapes with shardings) are in, and the sharding that each of them must have."""
+    spec = _matrix(experts.w_up).sharding.spec
+    sharding = ExpertSharding(mesh, expert_axis=spec[-3], tensor_axis=spec[-2], token_axis=x.sharding.spec[0])
+    weights = jax.tree.leaves(sharding.shardings(experts))
+    for (path, a), want in zip(jax.tree_util.tree_leaves_with_path(experts), weights, strict=True):
+        if not a.sharding.is_equivalent_to(want, len(a.shape)):
+            raise ArgumentError(f"experts{jax.tree_util.keystr(path)}: got {a.sharding.spec}, expected {want.spec} to "
+                                f"match w_up {spec}; place the weights with ExpertSharding.shard")
+    tokens = [NamedSharding(mesh, P(sharding.token_axis, None))] * 3
+    return sharding, tokens + weights + [NamedSharding(mesh, P())] * (traced is not None)
+
+
+def _matrix(w):
+    return w.values if dataclasses.is_dataclass(w) and hasattr(w, "values") else w
