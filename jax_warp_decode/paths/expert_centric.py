@@ -2,9 +2,12 @@
 
 Eight stages, in order: route (the caller's), `align`, `gather`, `quantise`, `gate_up`, `activate`, `down`, `combine`.
 With MXFP8 activations, `quantise` runs a second time before `down`. Each is a function of its own and a named scope.
+
+Where nothing is differentiated, a Hopper GPU runs the same in two kernels of our own instead, see `grouped_layer`.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +16,11 @@ from jax import lax
 from jax_warp_decode import varying
 from jax_warp_decode.activations import Activation
 from jax_warp_decode.errors import UnsupportedError
-from jax_warp_decode.experts import ExpertWeights
+from jax_warp_decode.experts import MATRIX_OF, ExpertWeights
 from jax_warp_decode.formats import FORMATS, QuantizedArray, dequantize
 from jax_warp_decode.gradients import reverse_only, widen, without_gradient
-from jax_warp_decode.paths.grouped_gemm import grouped_gemm
+from jax_warp_decode.paths import grouped_kernels, grouped_layer
+from jax_warp_decode.paths.grouped_gemm import grouped_gemm, grouped_outer
 from jax_warp_decode.routing import Routing
 
 # For indices that come from a sort: without it, XLA adds kernels that wrap and clamp them.
@@ -48,7 +52,8 @@ def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: A
     See `moe` for the arguments.
 
     With bfloat16 x (and weights that are not float16), products take bfloat16 operands and accumulate in float32. On a
-    GPU the result of each projection and the intermediate are rounded to bfloat16, elsewhere only the intermediate.
+    GPU the intermediate and the rows of the down projection are rounded to bfloat16 (and, where a gradient is asked
+    for, gate and up), elsewhere only the intermediate.
     float16 and float32 are computed in float32, whose range no intermediate leaves: exact, but a scan over all experts.
     The combine is float32 in a fixed order: a row of y does not depend on the other tokens.
 
@@ -60,8 +65,10 @@ def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: A
     On a GPU the products of the backward pass are bfloat16 with float32 accumulation too. Every sum runs in a fixed
     order, so that gradients are reproducible, and what is not routed has a gradient of exactly zero.
 
-    Temporaries: gathered rows [T * K, H] and intermediates [T * K, I]. Quantised weights are widened before
-    each product, all E experts at once.
+    Temporaries: gathered rows [T * K, H], intermediates [T * K, I] and results [T * K, H], see
+    `grouped_layer.temporary_bytes`. On a GPU, MXFP8 weights are read as they are. Other quantised weights, and all of
+    them where a gradient is asked for or activations are quantised, are widened before each product, all E experts at
+    once.
 
     Raises:
       UnsupportedError: sizes the grouped GEMM cannot take on a GPU, H or I that is no multiple of 32 with MXFP8
@@ -84,6 +91,18 @@ def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: A
     operands = x, routing, experts
     # A custom_vjp must return gradients that vary as its arguments do: let all vary alike; JAX sums what was equal.
     x, routing, experts = _reverse_only(*varying.like(operands, operands))
+    if activation_format or grouped_layer.refusal(x.dtype, experts):
+        y = stages(x, routing, experts, activation=activation, activation_format=activation_format)
+    else:
+        arrays = {"x": x, "weights": routing.weights, **experts.weights, **experts.biases}
+        fixed = {name: _no_gradient(a) for name, a in arrays.items() if isinstance(a, QuantizedArray)}
+        floats = {name: a for name, a in arrays.items() if name not in fixed}
+        y = _fused(activation)(floats, {"ids": routing.ids, **fixed})
+    return y.astype(out_dtype or x.dtype)
+
+
+def stages(x, routing, experts, *, activation, activation_format=None) -> jax.Array:
+    """The eight stages one after the other, float32 [T, H]. What is differentiated, and what any device can run."""
     alignment = align(routing.ids, experts.num_experts)
     rows = gather(x, alignment)
     if activation_format:
@@ -94,7 +113,34 @@ def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: A
     if activation_format:
         h = quantise(h, activation_format)
     out = down(h, experts, alignment, dtype)
-    return combine(out, alignment, routing, experts.num_experts).astype(out_dtype or x.dtype)
+    return combine(out, alignment, routing, experts.num_experts)
+
+
+@functools.cache
+def _fused(activation):
+    """`grouped_layer` on CUDA, `stages` elsewhere and in gradients: (arrays with a gradient, without one) -> y."""
+
+    def unpack(floats, fixed):
+        named = {name: None for name in ("w_gate", *MATRIX_OF)} | floats | fixed
+        x, routing = named.pop("x"), Routing(named.pop("ids"), named.pop("weights"))
+        return x, routing, ExpertWeights(**named)
+
+    def in_stages(floats, fixed):
+        return stages(*unpack(floats, fixed), activation=activation)
+
+    def cuda(floats, fixed):
+        return varying.like(grouped_layer.op(activation)(*unpack(floats, fixed)), floats, fixed)
+
+    run = jax.custom_vjp(lambda *arrays: lax.platform_dependent(*arrays, cuda=cuda, default=in_stages))
+    run.defvjp(lambda floats, fixed: jax.vjp(lambda floats: in_stages(floats, fixed), floats),
+               lambda pullback, cotangent: (*pullback(cotangent), None))
+    return run
+
+
+def _no_gradient(w):
+    return without_gradient(lambda w: w, (
+        f"experts: got {w.format} weights to differentiate, which have no gradient; differentiate x and the routing "
+        "weights only, or train dense weights and quantise them afterwards"))(w)
 
 
 def operand_dtype(x_dtype, weight_format: str):
@@ -146,8 +192,8 @@ def quantise(rows: jax.Array, format: str) -> jax.Array:
 @jax.named_scope("gate_up")
 def gate_up(rows: jax.Array, experts: ExpertWeights, alignment: Alignment, dtype):
     """Both projections of rows [M, H] in `dtype`; two float32 [M, I], the first None for experts without a gate."""
-    return tuple(None if w is None else _project(rows, w, alignment.group_sizes, dtype)
-                 for w in (experts.w_gate, experts.w_up))
+    return tuple(None if w is None else _project(rows, w, b, alignment.group_sizes, dtype)
+                 for w, b in ((experts.w_gate, experts.b_gate), (experts.w_up, experts.b_up)))
 
 
 @jax.named_scope("activate")
@@ -159,7 +205,7 @@ def activate(gate: jax.Array | None, up: jax.Array, activation: Activation) -> j
 @jax.named_scope("down")
 def down(h: jax.Array, experts: ExpertWeights, alignment: Alignment, dtype) -> jax.Array:
     """The down projection of h [M, I] in `dtype`; float32 [M, H]."""
-    return _project(h, experts.w_down, alignment.group_sizes, dtype)
+    return _project(h, experts.w_down, experts.b_down, alignment.group_sizes, dtype)
 
 
 def combine(out: jax.Array, alignment: Alignment, routing: Routing, num_experts: int) -> jax.Array:
@@ -211,14 +257,34 @@ def _routed(ids: jax.Array, num_experts: int) -> jax.Array:
 
 
 def _reverse_only(x, routing, experts):
-    named = {"w_gate": experts.w_gate, "w_up": experts.w_up, "w_down": experts.w_down}
+    named = experts.weights | experts.biases
     dense = {name: w for name, w in named.items() if not isinstance(w, QuantizedArray)}
     x, weights, dense = reverse_only((x, routing.weights, dense), REVERSE_ONLY)
     return x, Routing(routing.ids, weights), dataclasses.replace(experts, **dense)
 
 
-def _project(rows, w, group_sizes, dtype):
-    return grouped_gemm(rows.astype(dtype), widen(w, dtype), group_sizes)
+def _project(rows, w, b, group_sizes, dtype):
+    out = grouped_gemm(rows.astype(dtype), widen(w, dtype), group_sizes)
+    return out if b is None else _add_bias(dtype, out, b, group_sizes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _add_bias(dtype, out, b, group_sizes):
+    """out float32 [M, N] plus the bias [E, N] of the expert of each row. The products of the gradient are `dtype`."""
+    row = jnp.arange(out.shape[0], dtype=jnp.int32)[:, None]
+    expert = jnp.sum(row >= lax.cumsum(group_sizes), axis=1, dtype=jnp.int32)
+    expert = jnp.minimum(expert, jnp.int32(b.shape[0] - 1))  # of rows in no group, any
+    return out + b.astype(jnp.float32).at[expert].get(**IN_BOUNDS)
+
+
+def _add_bias_backward(dtype, saved, cotangent):
+    b, group_sizes = saved
+    # A bias is the weight of one more input, which is always one.
+    ones = jnp.ones((cotangent.shape[0], grouped_kernels.MULTIPLE), dtype)
+    return cotangent, grouped_outer(cotangent, ones, group_sizes)[:, :, 0].astype(b.dtype), None
+
+
+_add_bias.defvjp(lambda dtype, out, b, sizes: (_add_bias(dtype, out, b, sizes), (b, sizes)), _add_bias_backward)
 
 
 def _check_blocks(format, experts):

@@ -1,0 +1,144 @@
+"""The inference form of expert_centric on Hopper: two grouped kernels around one intermediate [R, I].
+
+    plan    slots sorted by expert, in groups that start at multiples of 8 rows, and tiles of them
+    gather  x to rows [R, H]
+    gate_up both projections, biases and the activation in one kernel, rounded to bfloat16
+    down    the down projection and its bias, rounded to bfloat16
+    combine float32, the K rows of a token in the order of its slots
+
+R is T * K and at most 7 more rows per expert. The gradient goes through the separate stages of `expert_centric`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_warp_decode.activations import Activation
+from jax_warp_decode.experts import ExpertWeights, weight_format
+from jax_warp_decode.kernels import grouped_matmul
+from jax_warp_decode.kernels.grouped_matmul import BLOCK, GroupedConfig
+from jax_warp_decode.paths import grouped_plan
+from jax_warp_decode.routing import Routing
+
+ITEMSIZE = {"bf16": 2, "mxfp8": 1}  # of a weight, by format
+IN_BOUNDS = grouped_plan.IN_BOUNDS
+
+
+def refusal(x_dtype, experts: ExpertWeights) -> str:
+    """Why the kernels cannot take these operands, or an empty string. The device is not asked.
+
+    Example:
+      >>> import jax
+      >>> from jax_warp_decode import ExpertWeights
+      >>> w, w_down = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8, 128, 192), (8, 192, 128)))
+      >>> refusal(jnp.bfloat16, ExpertWeights(w, w, w_down))
+      'H = 192 is less than 256'
+    """
+    if jnp.dtype(x_dtype) != jnp.bfloat16 or experts.format not in ITEMSIZE:
+        return f"x {jnp.dtype(x_dtype)} with {experts.format} weights, not bfloat16 with {' or '.join(ITEMSIZE)}"
+    for name, size in (("H", experts.hidden), ("I", experts.intermediate)):
+        if size % 64:
+            return f"{name} = {size} is no multiple of 64"
+    least = {"H": (experts.hidden, BLOCK), "I": (experts.intermediate, BLOCK // _matrices(experts))}
+    return "; ".join(f"{name} = {size} is less than {most}" for name, (size, most) in least.items() if size < most)
+
+
+def temporary_bytes(tokens: int, experts_per_token: int, experts: ExpertWeights) -> int:
+    """Device memory of a call besides its arguments and result, but for indices: rows, intermediate and results.
+
+    Example:
+      >>> import jax
+      >>> from jax_warp_decode import ExpertWeights
+      >>> w, w_down = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((128, 768, 2048), (128, 2048, 768)))
+      >>> temporary_bytes(4096, 8, ExpertWeights(w, w, w_down)) / 2**20
+      312.6875
+    """
+    slots = tokens * experts_per_token
+    config = GroupedConfig.heuristic(slots, experts.num_experts, ITEMSIZE[experts.format])
+    rows = grouped_plan.most_rows(slots, experts.num_experts, config.widths[-1])
+    return 2 * rows * (2 * experts.hidden + experts.intermediate)
+
+
+@functools.cache
+def op(activation: Activation, configs: tuple[GroupedConfig, GroupedConfig] | None = None, gathered: bool = False,
+       interpret=None):
+    """(x [T, H], routing, experts) -> float32 [T, H], with a rule for vmap.
+
+    Args:
+      configs: of gate_up and of down, None for the heuristic's. Their widest tiles must be equal.
+      gathered: gate_up reads the rows of x by itself; else they are copied first.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def run(x, routing, experts):
+        return layer(x, routing, experts, activation=activation, configs=configs, gathered=gathered,
+                     interpret=interpret)
+
+    @run.def_vmap
+    def _(size, mapped, x, routing, experts):
+        args = x, routing, experts
+        if any(jax.tree.leaves(mapped[2])):
+            args = jax.tree.map(lambda a, m: a if m else jnp.broadcast_to(a, (size, *a.shape)), args, tuple(mapped))
+            return jax.lax.map(lambda args: run(*args), args), True
+        # Shared experts: more tokens of one call.
+        x, routing = jax.tree.map(
+            lambda a, m: (a if m else jnp.broadcast_to(a, (size, *a.shape))).reshape(-1, a.shape[-1]),
+            (x, routing), tuple(mapped[:2]))
+        return run(x, routing, experts).reshape(size, -1, x.shape[-1]), True
+
+    return run
+
+
+def layer(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: Activation,
+          configs: tuple[GroupedConfig, GroupedConfig] | None = None, gathered: bool = False, interpret=None) -> jax.Array:
+    """See `op`."""
+    E, (T, K) = experts.num_experts, routing.ids.shape
+    if configs is None:
+        configs = (GroupedConfig.heuristic(T * K, E, ITEMSIZE[experts.format]),) * 2
+    with jax.named_scope("plan"):
+        make_plan = grouped_plan.plan_on_gpu if interpret is None else grouped_plan.plan
+        plan = make_plan(routing.ids, E, configs[0].widths[-1])
+    with jax.named_scope("gather"):
+        rows = (plan.token, x) if gathered else (x.at[plan.token].get(**IN_BOUNDS),)
+    with jax.named_scope("gate_up"):
+        h = _product("moe_grouped_gate_up", rows, plan, (experts.w_gate, experts.w_up), (experts.b_gate, experts.b_up),
+                     activation, configs[0], interpret)
+    with jax.named_scope("down"):
+        out = _product("moe_grouped_down", (h,), plan, (experts.w_down,), (experts.b_down,), None, configs[1], interpret)
+    with jax.named_scope("combine"):
+        return combine(out, plan.position, routing, E)
+
+
+def combine(out: jax.Array, position: jax.Array, routing: Routing, experts: int) -> jax.Array:
+    """The weighted sum of the K rows of every token: out [R, H] -> float32 [T, H]."""
+    routed = (routing.ids >= 0) & (routing.ids < jnp.int32(experts))
+    y = jnp.zeros((routing.ids.shape[0], out.shape[1]), jnp.float32)
+    for k in range(routing.ids.shape[1]):
+        row = out.at[position[:, k]].get(**IN_BOUNDS).astype(jnp.float32)
+        term = row * routing.weights[:, k, None]
+        y += jnp.where(routed[:, k, None], term, jnp.float32(0))
+    return y
+
+
+def _product(name, rows, plan, weights, biases, activation, config, interpret):
+    named = [(w, b) for w, b in zip(weights, biases, strict=True) if w is not None]
+    (E, n, cols), matrices = named[0][0].shape, len(named)
+    itemsize = ITEMSIZE[weight_format(named[0][0])]
+    if itemsize == 1:
+        operands = [w.values for w, _ in named] + [lax.bitcast_convert_type(w.scales, jnp.uint8) for w, _ in named]
+    else:
+        operands = [w for w, _ in named]
+    has_bias = any(b is not None for _, b in named)
+    if has_bias:  # up to whole blocks; of what is beyond n, nothing is stored
+        padded = n + -n % (BLOCK // matrices)
+        operands += [jnp.zeros((E, padded), jnp.float32) if b is None
+                     else jnp.pad(b.astype(jnp.float32), ((0, 0), (0, padded - n))) for _, b in named]
+    kernel = grouped_matmul.build(name, n, cols, itemsize, matrices, matrices * has_bias, activation, len(rows) > 1, config,
+                                  interpret)
+    return kernel(plan.tiles, plan.total, *rows, *operands)
+
+
+def _matrices(experts):
+    return 1 if experts.w_gate is None else 2

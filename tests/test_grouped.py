@@ -1,0 +1,174 @@
+"""The grouped kernels of expert_centric without a GPU: interpreted with race detection, planned, compiled for Hopper.
+
+The interpreter runs everything but the inline pieces of kernels/grouped_simt.py, for which it has plain forms; those
+pieces are compiled here and run in tests/test_gpu.py.
+"""
+
+import dataclasses
+import functools
+import types
+
+import aot
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from jax_warp_decode import ArgumentError, UnsupportedError, moe
+from jax_warp_decode.activations import get_activation
+from jax_warp_decode.experts import ExpertWeights
+from jax_warp_decode.formats import FORMATS
+from jax_warp_decode.kernels import grouped_simt
+from jax_warp_decode.kernels.grouped_matmul import GroupedConfig
+from jax_warp_decode.paths import expert_centric, grouped_layer, grouped_plan, reference
+from jax_warp_decode.routing import Routing
+
+S = jax.ShapeDtypeStruct
+CONFIG = GroupedConfig(widths=(16, 32), stages=2, ctas=2)
+
+
+@pytest.fixture
+def interpreter(interpreter):
+    """A tile may read beyond the last row: TMA fills with zeros, this one with NaN, and neither is stored."""
+    return dataclasses.replace(interpreter, out_of_bounds_reads="uninitialized")
+
+
+# ---------------------------------------------------------------------------------------------------------- results
+
+
+@pytest.mark.parametrize("weights,activation", [("mxfp8", "silu"), ("bf16", "relu2")])
+def test_layer_matches_the_oracle(interpreter, weights, activation):
+    """Experts with tiles of both widths, slots that are not routed, NaN in all that nobody reads."""
+    gated = activation == "silu"
+    case = oracle.make_case(3, tokens=23, experts=4, hidden=256, intermediate=128 if gated else 256, k=2,
+                            weights=weights, pattern="skipped", activation=activation, biases="f32" if gated else None)
+    x, routing, experts = case.args()
+    run = grouped_layer.op(get_activation(activation), (CONFIG, CONFIG), interpret=interpreter)
+    y = run(x, routing, experts)
+    # The rows of down are rounded to bfloat16 too: the bound of an error of 2^-8 of each term, by its size.
+    oracle.assert_close(y.astype(x.dtype), case, h_dtype="bfloat16", unit=oracle.TENSOR_CORE_UNIT)
+
+
+def test_vmap_merges_tokens_and_maps_experts(monkeypatch):
+    calls = []
+    monkeypatch.setattr(grouped_layer, "layer", lambda x, routing, experts, **_: (
+        calls.append(x.shape), moe(x, routing, experts, strategy="reference", out_dtype=jnp.float32))[1])
+    case = oracle.make_case(4, tokens=4, experts=4, hidden=64, intermediate=64, k=2)
+    x, routing, experts = case.args()
+    run = grouped_layer.op(get_activation("gelu_tanh"), (CONFIG, CONFIG))  # no other test has this one
+    pairs = jax.tree.map(lambda a: a.reshape(2, 2, *a.shape[1:]), (x, routing))
+    y = jax.vmap(run, in_axes=(0, 0, None))(*pairs, experts)
+    oracle.assert_close(np.asarray(y).reshape(x.shape).astype(x.dtype), case)
+    assert calls[-1] == (4, 64)
+    stacked = jax.tree.map(lambda a: jnp.stack([a, a]), experts)
+    y = jax.vmap(run, in_axes=(None, None, 0))(x, routing, stacked)
+    oracle.assert_close(np.asarray(y[1]).astype(x.dtype), case)
+
+
+SIZES = [(300, 128, 8, 32), (7, 300, 2, 16), (64, 2, 2, 48)]
+
+
+@pytest.mark.parametrize("tokens,experts,k,widest", SIZES)
+def test_every_slot_has_a_row_of_its_own_in_a_tile_of_its_expert(tokens, experts, k, widest):
+    rng = np.random.default_rng(tokens)
+    ids = rng.integers(-2, experts + 2, (tokens, k)).astype(np.int32)
+    plan = jax.jit(grouped_plan.plan, static_argnums=(1, 2))(ids, experts, widest)
+    position, token = np.asarray(plan.position), np.asarray(plan.token)
+    routed = (ids >= 0) & (ids < experts)
+    assert (token[position[routed]] == np.nonzero(routed)[0]).all()
+    assert len(set(position[routed])) == routed.sum()
+    assert token.size == grouped_plan.most_rows(tokens * k, experts, widest) and position.max() < token.size
+    found, total = {}, int(plan.total[0])
+    tiles = np.asarray(plan.tiles).reshape(-1, 5)
+    assert total <= len(tiles)
+    for n, (e, first, count, start, rows) in enumerate(tiles[:total]):
+        assert start % 8 == 0 and 0 <= n - first < count == -(-rows // widest) and rows > 0
+        found[e] = set(range(start, start + rows))
+    for e in range(experts):
+        assert found.get(e, set()) == set(position[ids == e])
+    # Tokens of an expert keep their order: a row of y does not depend on how the sort breaks ties.
+    for e in found:
+        assert (np.diff(token[np.sort(position[ids == e])]) >= 0).all()
+
+
+# -------------------------------------------------------------------------------------------------------- gradients
+
+
+def test_biases_have_gradients():
+    """Against the reference in float32; an expert without rows has exactly zero."""
+    case = oracle.make_case(5, tokens=6, experts=4, hidden=64, intermediate=32, k=2, weights="f32", x_dtype="f32",
+                            biases="f32", poison=False)
+    x, routing, experts = case.args()
+    routing = Routing(jnp.minimum(routing.ids, 2), routing.weights)
+
+    def loss(path, x, weights, experts):
+        y = path.run(x, Routing(routing.ids, weights), experts, activation=get_activation("silu"))
+        return jnp.sum(jnp.sin(y))
+
+    got, want = (jax.grad(functools.partial(loss, path), (0, 1, 2))(x, routing.weights, experts)
+                 for path in (expert_centric, reference))
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4), got, want)
+    for g in (got[2].b_gate, got[2].b_up, got[2].b_down):
+        assert np.asarray(g[:3]).any(1).all() and not np.asarray(g[3]).any()
+
+
+# --------------------------------------------------------------------------------------------------- what is refused
+
+
+def test_sizes_and_formats_that_go_another_way():
+    def experts(fmt, I, H, dtype=jnp.bfloat16):
+        make = (lambda *s: FORMATS[fmt].structs(s)) if fmt in FORMATS else (lambda *s: S(s, dtype))
+        return ExpertWeights(make(4, I, H), make(4, I, H), make(4, H, I))
+
+    assert grouped_layer.refusal(jnp.bfloat16, experts("bf16", 128, 256)) == ""
+    assert grouped_layer.refusal(jnp.bfloat16, experts("mxfp8", 704, 2816)) == ""
+    for args, word in (((jnp.float32, experts("bf16", 128, 256)), "float32"),
+                       ((jnp.bfloat16, experts("f16", 128, 256, jnp.float16)), "f16"),
+                       ((jnp.bfloat16, experts("bf16", 96, 256)), "I = 96"),
+                       ((jnp.bfloat16, experts("bf16", 64, 128)), "H = 128")):
+        assert word in grouped_layer.refusal(*args)
+
+
+@pytest.mark.parametrize("config", [GroupedConfig((32, 16), 3), GroupedConfig((24,), 3), GroupedConfig((256,), 2),
+                                    GroupedConfig((), 3), GroupedConfig((192,), 4), GroupedConfig((32,), 1)])
+def test_configs_that_cannot_run(config):
+    with pytest.raises(ArgumentError, match="config"):
+        config.check(2)
+
+
+def test_heuristic_fits_every_load():
+    for slots in (1, 8, 256, 2048, 8192, 32768, 65536, 10**6):
+        for experts in (8, 32, 128, 512):
+            for itemsize in (1, 2):
+                GroupedConfig.heuristic(slots, experts, itemsize).check(itemsize)
+
+
+# ---------------------------------------------------------------------------------------------------------- compiled
+
+
+def aot_cases():
+    """A layer as CUDA gets it: H and I that leave parts of blocks over."""
+    T, H, I, E, K = 256, 2816, 704, 128, 8
+    make = FORMATS["mxfp8"].structs
+    experts = ExpertWeights(make((E, I, H)), make((E, I, H)), make((E, H, I)))
+    args = S((T, H), jnp.bfloat16), Routing(S((T, K), jnp.int32), S((T, K), jnp.float32)), experts
+    yield "grouped-mxfp8", functools.partial(moe, strategy="expert_centric"), args, dict(
+        min_wide_loads=0, min_shuffles=0, max_barriers=99, max_shared=999,
+        max_temp_bytes=grouped_layer.temporary_bytes(T, K, experts) + 2**22)
+
+
+@pytest.mark.skipif(bool(aot.missing_tools()), reason=aot.missing_tools() or "-")
+def test_compiles_for_hopper():
+    (report,) = aot.compile_cases(["test_grouped:aot_cases"], ["sm_90a"])
+    assert len(report.kernels) == 3 and not report.problems
+
+
+def test_refuses_to_compile_for_blackwell(monkeypatch):
+    monkeypatch.setattr(grouped_simt.utils, "get_arch", lambda: types.SimpleNamespace(major=10, minor=0))
+    make = lambda *s: S(s, jnp.bfloat16)  # noqa: E731
+    experts = ExpertWeights(make(4, 128, 256), make(4, 128, 256), make(4, 256, 128))
+    args = make(9, 256), Routing(S((9, 2), jnp.int32), S((9, 2), jnp.float32)), experts
+    fn = functools.partial(moe, strategy="expert_centric", activation="gelu_erf")  # not lowered before in this process
+    with pytest.raises(UnsupportedError, match="9.0"):
+        jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",))
