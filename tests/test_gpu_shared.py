@@ -22,7 +22,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
 
 # (E, H, I, K): real sizes with few experts, and small ones.
 SHAPES = {"qwen3-30b": (16, 2048, 768, 8), "gpt-oss": (3, 2880, 2880, 2), "gemma4": (9, 2816, 704, 4),
-          "tiny-docs": (40, 256, 64, 4), "odd": (5, 192, 320, 1), "deepseek": (2, 7168, 2048, 1)}
+          "tiny-docs": (40, 256, 64, 4), "odd": (5, 192, 320, 1), "deepseek": (2, 7168, 2048, 1),
+          "long": (3, 128, 14336, 2)}
 run = functools.partial(shared_decode.run, activation=get_activation("silu"))
 
 
@@ -54,7 +55,8 @@ def test_routing_patterns(pattern, weights):
 
 CONFIGS = [SharedConfig(*c) for c in (
     (8, 64, 2, 1, 1), (8, 64, 12, 1, 1), (16, 128, 3, 1, 2), (24, 64, 4, 1, 2), (32, 64, 3, 2, 1), (8, 64, 4, 4, 1),
-    (64, 64, 2, 1, 1), (8, 256, 2, 1, 1), (40, 128, 2, 2, 1), (16, 256, 3, 1, 1))]
+    (8, 64, 3, 2, 1, 2), (16, 64, 3, 1, 2, 1, 3), (24, 128, 2, 1, 1, 2, 2), (64, 64, 2, 1, 1), (8, 256, 2, 1, 1),
+    (40, 128, 2, 2, 1), (16, 256, 3, 1, 1))]
 
 
 @pytest.mark.parametrize("weights", ["bf16", "mxfp8"])
@@ -65,6 +67,20 @@ def test_every_config_gives_the_same_layer(config, weights):
     h = moe_gate_up_shared(x, routing.ids, experts.w_gate, experts.w_up, config=config)
     oracle.assert_hidden_close(h, case, unit=oracle.TENSOR_CORE_UNIT)
     assert_close(moe_down_shared(h, routing.ids, routing.weights, experts.w_down, config=config), case)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "mxfp8", "mxfp8_e5m2", "mxfp4"])
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_biases_and_formats(tokens, weights):
+    """gpt-oss rows of 2880 columns, of which 32-byte swizzle is all that a row of 4-bit values allows."""
+    case = make("gpt-oss", tokens, seed=tokens, weights=weights, pattern="skipped", biases="bf16")
+    assert_close(jax.jit(run)(*case.args()), case)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "mxfp8"])
+def test_rows_too_long_for_shared_memory(weights):
+    case = make("long", 10, weights=weights, pattern="repeated")
+    assert_close(jax.jit(run)(*case.args()), case)
 
 
 def read_back(w, column):

@@ -4,6 +4,7 @@ The interpreter runs everything but the inline pieces of kernels/shared_simt.py,
 pieces are compiled here and run in tests/test_gpu_shared.py.
 """
 
+import dataclasses
 import functools
 import types
 
@@ -18,7 +19,7 @@ from jax_warp_decode import ArgumentError, UnsupportedError
 from jax_warp_decode.activations import get_activation
 from jax_warp_decode.experts import ExpertWeights
 from jax_warp_decode.formats import QuantizedArray
-from jax_warp_decode.kernels import shared_common, shared_mxfp8, shared_simt
+from jax_warp_decode.kernels import shared_common, shared_mx, shared_simt
 from jax_warp_decode.kernels.shared_common import SharedConfig
 from jax_warp_decode.kernels.shared_down import moe_down_shared
 from jax_warp_decode.kernels.shared_gate_up import moe_gate_up_shared
@@ -52,18 +53,22 @@ def stacked(w, layer, layers=3):
     return jax.tree.map(stack, w)
 
 
-@pytest.mark.parametrize("weights", ["bf16", "mxfp8"])
-def test_several_passes_warpgroups_a_short_ring_and_stacked_layers(interpreter, weights):
-    """Ten tokens on the same expert take two passes of eight; two warpgroups share the columns."""
-    case = oracle.make_case(2, tokens=10, experts=2, hidden=128, intermediate=128, k=1, weights=weights, pattern="same")
+@pytest.mark.parametrize("weights", ["bf16", "mxfp4"])
+def test_several_passes_warpgroups_panels_a_short_ring_stacked_layers_and_biases(interpreter, weights):
+    """Ten tokens on the same expert take two passes of eight; two warpgroups share the columns, in two panels."""
+    case = oracle.make_case(2, tokens=10, experts=2, hidden=256, intermediate=128, k=1, weights=weights, pattern="same",
+                            biases="bf16")
     x, routing, experts = case.args()
-    w_gate, w_up, w_down = (stacked(w, 1) for w in (experts.w_gate, experts.w_up, experts.w_down))
+    stack = experts.map(lambda w: stacked(w, 1))
     config = SharedConfig(tokens=8, chunk=64, stages=2, warpgroups=2, ctas_per_sm=1)
-    h = moe_gate_up_shared(x, routing.ids, w_gate, w_up, layer=1, config=config, interpret=interpreter)
-    oracle.assert_hidden_close(h, case, unit=oracle.TENSOR_CORE_UNIT)
+    gate_up = functools.partial(
+        moe_gate_up_shared, x, routing.ids, stack.w_gate, stack.w_up, b_gate=stack.b_gate, b_up=stack.b_up, layer=1,
+        config=dataclasses.replace(config, panels=2), interpret=interpreter)
     if weights == "bf16":  # the down kernel of the next test has it
+        oracle.assert_hidden_close(gate_up(), case, unit=oracle.TENSOR_CORE_UNIT)
         return
-    y = moe_down_shared(h, routing.ids, routing.weights, w_down, layer=1, config=config, interpret=interpreter)
+    y = moe_down_shared(gate_up(out_dtype=jnp.bfloat16), routing.ids, routing.weights, stack.w_down,
+                        b_down=stack.b_down, layer=1, config=config, interpret=interpreter)
     assert_close(y, case)
 
 
@@ -84,8 +89,8 @@ def test_rows_as_float16(exponent, dtype):
     x = rng.uniform(-1, 1, 4096) * np.exp2(exponent - rng.integers(0, 60, 4096))
     x = np.concatenate([x, [np.exp2(exponent), 0]])
     x = np.asarray(jnp.asarray(x, jnp.float32).astype(dtype), np.float64)
-    values, factor = shared_mxfp8.to_float16(jnp.asarray(x, dtype))
-    got = np.asarray(values, np.float64) * 2.0 ** (int(factor) - 127 - shared_mxfp8.SHIFT)
+    values, factor = shared_mx.to_float16(jnp.asarray(x, dtype))
+    got = np.asarray(values, np.float64) * 2.0 ** (int(factor) - 127 - shared_mx.SHIFT)
     largest = np.max(np.abs(x))
     exact, rounding = (-31, 0) if dtype == jnp.bfloat16 else (-28, 2.0**-11 * np.abs(x))
     normal = np.abs(x) >= np.maximum(2.0**exact * largest, 2.0**-126)  # the CPU flushes smaller float32 to zero
@@ -95,9 +100,9 @@ def test_rows_as_float16(exponent, dtype):
 
 def test_rows_with_inf_and_nan_as_float16():
     x = jnp.array([[jnp.inf, 1.0, -2.0], [jnp.nan, 1.0, 3e38], [1.0, 2.0, 4.0]], jnp.bfloat16)
-    values, factor = (np.asarray(a) for a in shared_mxfp8.to_float16(x))
+    values, factor = (np.asarray(a) for a in shared_mx.to_float16(x))
     assert np.isposinf(values[0, 0]) and np.isnan(values[1, 0]) and np.isfinite(values[:, 1:]).all()
-    np.testing.assert_array_equal(values[2] * 2.0 ** (factor[2] - 127.0 - shared_mxfp8.SHIFT), [1, 2, 4])
+    np.testing.assert_array_equal(values[2] * 2.0 ** (factor[2] - 127.0 - shared_mx.SHIFT), [1, 2, 4])
 
 
 @pytest.mark.parametrize("tokens", [8, 24])
@@ -105,11 +110,12 @@ def test_rows_with_inf_and_nan_as_float16():
 def test_groups(pattern, tokens):
     """Every routed slot is in exactly one group of its expert, experts ascend, and no group is empty."""
     ids = oracle.make_ids(np.random.default_rng(tokens), 40, 6, 4, pattern).reshape(-1)
-    expert, first, passes, total = map(np.asarray, shared_common.plan_tables(jnp.asarray(ids), 6, tokens))
+    expert, place, info, order, total = map(np.asarray, shared_common.plan_tables(jnp.asarray(ids), 6, tokens))
     counts = [np.sum(ids == e) for e in range(6)]
-    want = [(e, q, -(-c // tokens)) for e, c in enumerate(counts) for q in range(-(-c // tokens))]
+    want = [(e, (q + 1) * (c > tokens), np.flatnonzero(ids == e)[q * tokens:(q + 1) * tokens].tolist())
+            for e, c in enumerate(counts) for q in range(-(-c // tokens))]
     assert total == len(want) <= len(expert) == shared_common.most_groups(len(ids), 6, tokens)
-    got = [(expert[g], g - first[g], passes[g]) for g in range(total)]
+    got = [(expert[g], info[g] >> 16, order[place[g]:place[g] + (info[g] & 0xFFFF)].tolist()) for g in range(total)]
     assert got == want
 
 
@@ -119,7 +125,8 @@ def test_groups(pattern, tokens):
 def weight(format, *shape):
     if format == "bf16":
         return S(shape, jnp.bfloat16)
-    return QuantizedArray(S(shape, jnp.float8_e4m3fn), S((*shape[:-1], shape[-1] // 32), jnp.uint8), "mxfp8")
+    dtype, values = shared_mx.STORED[format]
+    return QuantizedArray(*(S((*shape[:-1], shape[-1] // n), t) for n, t in ((values, dtype), (32, jnp.uint8))), format)
 
 
 def layer(format, T, H, I, E, K):
@@ -129,18 +136,18 @@ def layer(format, T, H, I, E, K):
 
 
 SHAPES = {"qwen3-30b": (2048, 768, 128, 8), "gpt-oss": (2880, 2880, 32, 4), "gemma4": (2816, 704, 128, 8),
-          "deepseek-v3": (7168, 2048, 256, 8), "minimax-m3": (6144, 3072, 128, 4), "tiny": (128, 64, 4, 1)}
+          "deepseek-v3": (7168, 2048, 256, 8), "minimax-m3": (6144, 3072, 128, 4), "mixtral": (4096, 14336, 8, 2),
+          "tiny": (128, 64, 4, 1)}
 
 
 @pytest.mark.parametrize("T", [1, 128])
-@pytest.mark.parametrize("format", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("format", shared_common.BITS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_heuristic_fits_every_shape(shape, format, T):
     H, I, E, K = SHAPES[shape]
-    itemsize = 1 if format == "mxfp8" else 2
     for cols, matrices in ((H, 2), (I, 1)):
-        config = SharedConfig.heuristic(T, K, E, cols, itemsize, matrices)
-        shared_common.check_config(config, cols, itemsize, T * K, E, matrices)
+        config = SharedConfig.heuristic(T, K, E, cols, format, matrices)
+        shared_common.check_config(config, cols, format, T * K, E, matrices)
 
 
 @pytest.mark.parametrize("x64", [False, True])
@@ -197,7 +204,7 @@ def test_refusals():
     halves = jax.tree.map(lambda w: S(w.shape, jnp.float16), experts)
     refused(UnsupportedError, ["w_gate", "float16"], run, x, routing, halves)
     refused(UnsupportedError, ["H = 64"], run, *layer("bf16", 4, 64, 64, 4, 2))
-    refused(UnsupportedError, ["columns"], run, *layer("bf16", 4, 128, 32768, 2, 1))
+    refused(UnsupportedError, ["columns"], run, *layer("bf16", 4, 128, 2**20, 2, 1))
     refused(UnsupportedError, ["slots"], run, *layer("bf16", 5000, 128, 64, 4, 2))
     for config in (SharedConfig(12, 64, 4, 1, 1), SharedConfig(8, 96, 4, 1, 1), SharedConfig(8, 64, 1, 1, 1),
                    SharedConfig(8, 64, 4, 3, 1), SharedConfig(64, 128, 12, 1, 2)):

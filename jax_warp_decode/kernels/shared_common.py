@@ -4,6 +4,7 @@ configurations, the plan of who needs which expert, and what is refused.
 
 import dataclasses
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +25,20 @@ ALIGNMENT = 1024  # of every buffer
 H200_SMS = 132
 MOST_LINES = 256  # of a TMA copy
 MOST_BARRIERS = 32  # of one array of them, in Mosaic
-CHUNKS = (256, 384, 320, 192, 128, 64)  # the best first
-# By bytes per value: warpgroups, CTAs per SM and the least chunk, the best first. Decoding MXFP8 takes more warps.
-LAYOUTS = {2: ((1, 1, 192), (1, 2, 64), (1, 1, 64)),
-           1: ((1, 3, 192), (1, 2, 192), (2, 1, 192), (3, 1, 192), (1, 3, 64), (1, 2, 64), (2, 1, 64), (1, 1, 64))}
-MANY_BYTES = 88 * 1024  # under way per SM, for the full speed of the memory
+BITS = {"bf16": 16, "mxfp8": 8, "mxfp8_e5m2": 8, "mxfp4": 4}  # per value of the formats that the kernels read
+# By whether values have more than 4 bits, the best first.
+CHUNKS = {True: (256, 384, 320, 192, 128, 64), False: (512, 384, 320, 256, 192, 128, 64)}
+WIDE = 192  # columns of a stage, at least, whose fixed costs do not matter
+NARROW = 1.06  # relative time with less
+MOST_TOKENS = {True: 64, False: 32}  # with bfloat16, and others
+WIDER = 0.0025  # relative time per token of a pass
+PANELS = (1, 2, 3, 4, 5, 8)
+# By whether the weights are bfloat16 and whether the stages are wide: warpgroups and CTAs per SM, the best first.
+# Decoding takes more warps.
+LAYOUTS = {(True, True): ((1, 1),), (True, False): ((1, 2), (1, 1)),
+           (False, True): ((1, 3), (1, 2), (2, 1), (3, 1)), (False, False): ((1, 3), (1, 2), (2, 1))}
+# Bytes under way per SM, at least, and the relative time: the first reach the full speed of the memory.
+RINGS = ((88 * 1024, 1.0), (56 * 1024, 1.03), (40 * 1024, 1.1), (0, 1.4))
 MAX_SLOTS = 8192  # T * K; a CTA keeps all ids in shared memory
 
 
@@ -42,6 +52,9 @@ class SharedConfig:
       stages: depth of a warpgroup's ring.
       warpgroups: of a CTA; they take turns along the columns, so their number must divide that of the chunks.
       ctas_per_sm: resident CTAs. Warpgroups and CTAs hide each other's waits.
+      panels: parts of the columns whose activations are in shared memory at a time; 1 unless the rows are very long, as
+        with more they are gathered anew for every 64 rows of weights.
+      waves: CTAs per resident CTA. More balance the work of the SMs and start more often.
     """
 
     tokens: int
@@ -49,22 +62,24 @@ class SharedConfig:
     stages: int
     warpgroups: int
     ctas_per_sm: int
+    panels: int = 1
+    waves: int = 1
 
-    def ring_bytes(self, itemsize: int) -> int:
+    def ring_bytes(self, format: str) -> int:
         """Bytes of weights that a CTA can have under way."""
-        return self.warpgroups * self.stages * ROWS * self.chunk * itemsize
+        return self.warpgroups * self.stages * ROWS * self.chunk * BITS[format] // 8
 
-    def shared_bytes(self, cols: int, itemsize: int, slots: int, experts: int, matrices: int) -> int:
+    def shared_bytes(self, cols: int, format: str, slots: int, experts: int, matrices: int) -> int:
         """Shared memory of one CTA."""
         buffers = [
-            self.ring_bytes(itemsize),
-            self.tokens * cols * 2,  # operand
+            self.ring_bytes(format),
+            self.tokens * cols // self.panels * 2,  # operand
             2 * self.warpgroups * self.tokens * ROWS * 4,  # sums
-            self.tokens * ROWS // matrices * 4,  # results
             4 * sum(table_lengths(slots, experts, self.tokens)),
         ]
-        if itemsize == 1:
-            buffers.append(self.scale_buffers(cols) * matrices * scale_lines(cols, ROWS // matrices) * 64)
+        if format != "bf16":
+            lines, line = scale_lines(cols, ROWS // matrices)
+            buffers.append(self.scale_buffers(cols) * matrices * lines * line)
         return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in buffers) + RESERVED_BYTES
 
     def scale_buffers(self, cols: int) -> int:
@@ -72,26 +87,55 @@ class SharedConfig:
         return self.stages // (cols // self.chunk // self.warpgroups) + 3
 
     @classmethod
-    def heuristic(cls, T: int, K: int, E: int, cols: int, itemsize: int, matrices: int) -> "SharedConfig":
+    def heuristic(cls, T: int, K: int, E: int, cols: int, format: str, matrices: int) -> "SharedConfig":
         """A good configuration for any shape the kernels take.
 
         Raises:
           UnsupportedError: no configuration fits shared memory.
         """
-        # One pass over nearly every expert: another one over the same weights costs as much, though L2 has them.
-        wanted = 8 if T <= 8 or T * K <= 2 * E else 16
-        for least_ring, tokens, (warpgroups, ctas, least_chunk) in itertools.product(
-                (MANY_BYTES, 0), dict.fromkeys((wanted, 8)), LAYOUTS[itemsize]):
-            for chunk in (c for c in CHUNKS if c >= least_chunk and cols % c == 0 and cols // c % warpgroups == 0):
-                for stages in range(min(12, MOST_BARRIERS // warpgroups), 1, -1):
-                    config = cls(tokens, chunk, stages, warpgroups, ctas)
-                    if config.shared_bytes(cols, itemsize, T * K, E, matrices) * ctas <= SHARED_BYTES:
-                        if config.ring_bytes(itemsize) * ctas >= least_ring:
-                            return config
-                        break
+        found = min(_affordable(cls, T, K, E, cols, format, matrices), default=None)
+        if found:
+            return found[-1]
         raise UnsupportedError(
-            f"experts: got rows of {cols} columns, 'shared_decode' keeps 8 activation rows in shared memory and takes "
-            f"about 12000 columns at most; {checks.WAY_OUT}")
+            f"experts: got rows of {cols} columns, of which 'shared_decode' cannot keep a part of 8 activation rows in "
+            f"shared memory; {checks.WAY_OUT}")
+
+
+def _affordable(cls, T: int, K: int, E: int, cols: int, format: str, matrices: int):
+    """Configurations that fit, as (estimate of the relative time, place in the tables, config)."""
+    dense = format == "bf16"
+    tokens = [(n, _passes(T * K / E, n) * (1 + WIDER * (n - 8))) for n in range(8, MOST_TOKENS[dense] + 1, 8)]
+    places = itertools.count()
+    for (n, passes), panels, chunk in itertools.product(tokens, PANELS, CHUNKS[BITS[format] > 4]):
+        # Of the weights' traffic, what gathering the rows for every item takes, which nothing hides.
+        again = 4 * min(n, T * K / E) / (ROWS * BITS[format] / 8) if panels > 1 else 0
+        for warpgroups, ctas in LAYOUTS[dense, chunk >= WIDE]:
+            # Registers of stages that are decoded: the SM has 168 for each of 3 warpgroups.
+            if cols % (chunk * warpgroups * panels) or not dense and warpgroups * ctas > 2 and (
+                    chunk * BITS[format] > 256 * 8 or n > 24):
+                continue
+            for stages in range(min(12, MOST_BARRIERS // warpgroups), 1, -1):
+                config = cls(n, chunk, stages, warpgroups, ctas, panels)
+                if config.shared_bytes(cols, format, T * K, E, matrices) * ctas <= SHARED_BYTES:
+                    ring = next(cost for least, cost in RINGS if config.ring_bytes(format) * ctas >= least)
+                    yield passes * (1 + again) * ring * (1 if chunk >= WIDE else NARROW), next(places), config
+                    break
+
+
+def _passes(mean: float, n: int) -> float:
+    """Passes per expert that has slots, `n` slots at a time, where slots choose among many experts at random.
+
+    Example:
+      >>> [round(_passes(mean, 8), 2) for mean in (0.5, 2, 4, 8, 16)]
+      [1.0, 1.0, 1.02, 1.41, 2.43]
+    """
+    total, term, slots = 0.0, math.exp(-mean), 0  # the Poisson distribution of an expert's slots
+    nothing = term
+    while slots < 8 * mean + 32:
+        slots += 1
+        term *= mean / slots
+        total += term * -(-slots // n)
+    return total / (1 - nothing)
 
 
 def most_groups(slots: int, experts: int, tokens: int) -> int:
@@ -100,18 +144,20 @@ def most_groups(slots: int, experts: int, tokens: int) -> int:
 
 
 def table_lengths(slots: int, experts: int, tokens: int) -> list[int]:
-    """ids, slots per expert, a group's expert, its first group and its passes; its slots and how many; the factors of
-    its rows (MXFP8); groups."""
+    """A slot's expert and number there; slots per expert and of the experts before; a group's expert, place and info;
+    slots ordered by expert; the factors of a group's rows (MXFP8); groups."""
     groups = most_groups(slots, experts, tokens)
-    return [-(-n // 32) * 32 for n in (slots, experts, groups, groups, groups, tokens + 1, tokens, 1)]
+    return [-(-n // 32) * 32 for n in (slots, experts, experts, groups, groups, groups, slots + tokens, tokens, 1)]
 
 
-def scale_lines(cols: int, rows: int) -> int:
-    """64-byte lines, an even number, that hold the scales of `rows` rows."""
-    return -(-rows * cols // MX_BLOCK // 128) * 2
+def scale_lines(cols: int, rows: int) -> tuple[int, int]:
+    """How many lines of how many bytes, together a multiple of 128, hold the scales of `rows` rows."""
+    line = 256 if cols % 256 == 0 else 64
+    size = rows * cols // MX_BLOCK
+    return -(-size // max(line, 128)) * max(line, 128) // line, line
 
 
-def plan_tables(ids: jax.Array, experts: int, tokens: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def plan_tables(ids: jax.Array, experts: int, tokens: int) -> tuple[jax.Array, ...]:
     """The groups of a batch, in order, as the kernels compute them for themselves: plain form, for the interpreter.
 
     Args:
@@ -120,26 +166,37 @@ def plan_tables(ids: jax.Array, experts: int, tokens: int) -> tuple[jax.Array, j
       tokens: most slots of a group.
 
     Returns:
-      expert, first, passes (int32 [most_groups]: a group's expert, the first group of that expert, and how many it
-      has; entries beyond the last group hold zeros), and the number of groups, int32.
+      expert, place, info (int32 [most_groups]: a group's expert, where its slots are in `order`, and how many, plus
+      65536 * pass, which counts from 1 where the expert has several groups and is 0 where not; entries beyond the last
+      group hold anything), order (int32 [slots], the slots by expert), and the number of groups, int32.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> expert, first, passes, total = plan_tables(jnp.array([5, 2, 5, -1, 5]), experts=8, tokens=2)
-      >>> int(total), expert.tolist()[:3], first.tolist()[:3], passes.tolist()[:3]
-      (3, [2, 5, 5], [0, 1, 1], [1, 2, 2])
+      >>> expert, place, info, order, total = plan_tables(jnp.array([5, 2, 5, -1, 5]), experts=8, tokens=2)
+      >>> int(total), expert.tolist()[:3], place.tolist()[:3], order.tolist()[:4]
+      (3, [2, 5, 5], [0, 1, 3], [1, 0, 2, 4])
+      >>> [divmod(i, 65536) for i in info.tolist()[:3]]
+      [(0, 1), (1, 2), (2, 1)]
     """
     e = jnp.arange(experts, dtype=jnp.int32)
-    count = jnp.sum(ids[:, None] == e, axis=0, dtype=jnp.int32)
+    hits = ids[:, None] == e
+    count = jnp.sum(hits, axis=0, dtype=jnp.int32)
     passes = (count + jnp.int32(tokens - 1)) // jnp.int32(tokens)
-    end = lax.cumsum(passes)
+    end, begin = lax.cumsum(passes), lax.cumsum(count) - count
     group = jnp.arange(most_groups(len(ids), experts, tokens), dtype=jnp.int32)[:, None]
     mine = (group >= end - passes) & (group < end)
 
     def of_group(values):
         return jnp.sum(jnp.where(mine, values, jnp.int32(0)), axis=1, dtype=jnp.int32)
 
-    return of_group(e), of_group(end - passes), of_group(passes), end[-1]
+    q = group[:, 0] - of_group(end - passes)
+    size = jnp.minimum(of_group(count) - q * jnp.int32(tokens), jnp.int32(tokens))
+    number = jnp.where(of_group(passes) == 1, jnp.int32(0), q + jnp.int32(1))
+    rank = jnp.sum(jnp.where(hits, begin + lax.cumsum(hits.astype(jnp.int32)) - 1, 0), axis=1, dtype=jnp.int32)
+    slot = jnp.arange(len(ids), dtype=jnp.int32)
+    at = (rank == slot[:, None]) & jnp.any(hits, axis=1)
+    order = jnp.sum(jnp.where(at, slot, jnp.int32(0)), axis=1, dtype=jnp.int32)
+    return of_group(e), of_group(begin) + q * jnp.int32(tokens), number << 16 | size, order, end[-1]
 
 
 def device_refusal() -> str:
@@ -150,7 +207,7 @@ def device_refusal() -> str:
             f"strategy='auto' or 'warp_decode'")
 
 
-def check_sizes(name: str, n: int, cols: int, T: int, K: int, E: int, itemsize: int, matrices: int,
+def check_sizes(name: str, n: int, cols: int, T: int, K: int, E: int, format: str, matrices: int,
                 config: SharedConfig | None = None) -> SharedConfig:
     """The config, or the heuristic's, for a weight [E, n, cols]; refuses what the kernels cannot tile or plan."""
     slots = T * K
@@ -163,49 +220,53 @@ def check_sizes(name: str, n: int, cols: int, T: int, K: int, E: int, itemsize: 
             f"[.., {-(-n // TILE) * TILE}, {-(-cols // TILE) * TILE}] once, or {checks.WAY_OUT}")
     if matrices == 1 and n < 128:
         raise UnsupportedError(f"{name}: got H = {n}, 'shared_decode' needs 128 at least; {checks.WAY_OUT}")
-    config = config or SharedConfig.heuristic(T, K, E, cols, itemsize, matrices)
-    check_config(config, cols, itemsize, slots, E, matrices)
+    config = config or SharedConfig.heuristic(T, K, E, cols, format, matrices)
+    check_config(config, cols, format, slots, E, matrices)
     return config
 
 
-def check_config(config: SharedConfig, cols: int, itemsize: int, slots: int, experts: int, matrices: int) -> None:
+def check_config(config: SharedConfig, cols: int, format: str, slots: int, experts: int, matrices: int) -> None:
     """Refuses a config that does not fit the shape or the device."""
     checks.config_type(config, SharedConfig)
-    if itemsize == 1 and scale_lines(cols, ROWS // matrices) > MOST_LINES:
+    if format != "bf16" and scale_lines(cols, ROWS // matrices)[0] > MOST_LINES:
         raise UnsupportedError(
-            f"experts: got mxfp8 rows of {cols} columns, 'shared_decode' copies the scales of 64 rows at once and "
-            f"takes {MOST_LINES * 32 * matrices} at most here; {checks.WAY_OUT}")
+            f"experts: got {format} rows of {cols} columns, and 'shared_decode' cannot copy the scales of 64 of them "
+            f"at once; {checks.WAY_OUT}")
     if not (config.tokens in range(8, 65, 8) and config.chunk >= 64 and config.chunk % 64 == 0
-            and cols % config.chunk == 0 and config.chunk <= 256 * 64 and config.stages >= 2
-            and 1 <= config.warpgroups <= 8 and cols // config.chunk % config.warpgroups == 0
+            and config.chunk <= 256 * 64 and config.stages >= 2 and 1 <= config.warpgroups <= 8 and config.panels >= 1
+            and config.waves >= 1
+            and cols % (config.chunk * config.warpgroups * config.panels) == 0
             and config.warpgroups * config.stages <= MOST_BARRIERS and config.ctas_per_sm >= 1):
         raise ArgumentError(
-            f"config: got {config}; tokens must be a multiple of 8 up to 64, chunk a multiple of 64 that divides "
-            f"{cols}, stages at least 2, warpgroups at most 8 and a divisor of the number of chunks, "
-            f"warpgroups * stages at most {MOST_BARRIERS}")
-    need = config.shared_bytes(cols, itemsize, slots, experts, matrices)
+            f"config: got {config}; tokens must be a multiple of 8 up to 64, chunk of 64, stages at least 2, "
+            f"warpgroups at most 8, chunk * warpgroups * panels a divisor of {cols}, warpgroups * stages at most "
+            f"{MOST_BARRIERS}")
+    need = config.shared_bytes(cols, format, slots, experts, matrices)
     if need * config.ctas_per_sm > SHARED_BYTES:
         raise ArgumentError(f"config: {config} takes {need} bytes of shared memory per CTA, an SM has {SHARED_BYTES}")
 
 
-def half_weight_itemsize(name: str, w: Weight) -> int:
-    """Bytes per value of a weight that the kernels read: bfloat16 or MXFP8."""
-    itemsize = checks.weight_itemsize(name, w)
-    if itemsize == 2 and jnp.dtype(w.dtype) != jnp.bfloat16:
-        raise UnsupportedError(f"{name}: got {w.dtype}, 'shared_decode' reads bfloat16 and mxfp8; {checks.WAY_OUT}")
-    return itemsize
+def stream_format(name: str, w: Weight) -> str:
+    """The format of a weight, if the kernels read it."""
+    format = checks.format_of(name, w)
+    if format not in BITS:
+        raise UnsupportedError(f"{name}: got {'float16' if format == 'f16' else format}, 'shared_decode' reads "
+                               f"{', '.join(BITS)}; {checks.WAY_OUT}")
+    return format
 
 
 def weight_operands(w: Weight) -> tuple[jax.Array, ...]:
     """Views of a weight [E, n, cols] in the shape the kernel loads from. Reshapes only, no copy."""
     if isinstance(w, QuantizedArray):
-        return w.values.reshape(-1, w.shape[2]), lax.bitcast_convert_type(w.scales, jnp.uint8).reshape(-1, 64)
+        _, line = scale_lines(w.shape[2], ROWS)
+        return (w.values.reshape(-1, w.values.shape[2]),
+                lax.bitcast_convert_type(w.scales, jnp.uint8).reshape(-1, line))
     return (w.reshape(-1, w.shape[2]),)
 
 
 def grid_size(config: SharedConfig, interpret) -> int:
-    """Resident CTAs on the default device; two where the kernel is interpreted."""
+    """CTAs on the default device; two where the kernel is interpreted."""
     if interpret is not None:
         return 2
     sms = getattr(jax.devices()[0], "core_count", H200_SMS) if jax.default_backend() == "gpu" else H200_SMS
-    return sms * config.ctas_per_sm
+    return sms * config.ctas_per_sm * config.waves

@@ -26,6 +26,7 @@ def moe_down_shared(
     weights: jax.Array,
     w_down: Weight,
     *,
+    b_down: jax.Array | None = None,
     layer: jax.Array | int | None = None,
     out_dtype=jnp.bfloat16,
     config: SharedConfig | None = None,
@@ -37,12 +38,14 @@ def moe_down_shared(
     so that a token's result does not depend on the rest of the batch.
 
     Args:
-      h: float32 [T, K, I] from `moe_gate_up_shared`, rounded to bfloat16 for the product; to float16 with
-        a scale of its row for MXFP8, see `shared_mxfp8`.
+      h: float32 or bfloat16 [T, K, I] from `moe_gate_up_shared`, rounded to bfloat16 for the product; to float16
+        with a scale of its row for the MX formats, see `shared_mx`.
       ids: [T, K] integer expert ids. A slot whose id lies outside [0, E) adds exactly 0, whatever its weight and its
         row of h hold.
       weights: [T, K] routing weights, used in float32.
-      w_down: [E, H, I] bfloat16 or MXFP8 `QuantizedArray`; H and I multiples of 64, H at least 128.
+      w_down: [E, H, I] bfloat16 or a `QuantizedArray` of an MX format; H and I multiples of 64, H at least 128.
+      b_down: [E, H] floats added to the product in float32, before the routing weight, or None; [L, E, H] with stacked
+        weights.
       layer: with weights of several layers, [L, E, H, I], the one to read: an integer scalar, may be traced. Nothing is
         copied. A layer outside [0, L) yields 0.
       out_dtype: dtype of the result.
@@ -68,18 +71,20 @@ def moe_down_shared(
     weights = float32_weights(weights, "weights")
     index = ExpertIndex.of("w_down", w_down, layer)
     layers, E = index.operands(layer), index.num_experts
-    T, K, H, I = checks.down_shapes(h, ids, weights, w_down, index)
-    if h.dtype != jnp.float32:
-        raise UnsupportedError(f"h: got {h.dtype}, 'shared_decode' passes float32 between its kernels; cast h")
-    itemsize = shared_common.half_weight_itemsize("w_down", w_down)
+    T, K, H, I, format = checks.down_shapes(h, ids, weights, w_down, b_down, index)
+    if h.dtype not in (jnp.float32, jnp.bfloat16):
+        raise UnsupportedError(f"h: got {h.dtype}, expected float32 or bfloat16; cast h")
+    shared_common.stream_format("w_down", w_down)
     if T * K == 0:
         return jnp.zeros((T, H), out_dtype)
-    config = shared_common.check_sizes("w_down", H, I, T, K, E, itemsize, 1, config)
+    config = shared_common.check_sizes("w_down", H, I, T, K, E, format, 1, config)
     interpret = compat.interpret_params(interpret)
     kernel = shared_stream.build(
-        "moe_down_shared", T * K, T * K, index, H, I, itemsize, 1, _as_is, True, config,
+        "moe_down_shared", T * K, T * K, index, H, I, format, 1, (b_down is not None,), _as_is,
+        h.dtype == jnp.float32, jnp.dtype(jnp.float32), config,
         shared_common.grid_size(config, interpret), interpret)
-    operands = shared_common.weight_operands(index.flatten(w_down))
+    operands = [*shared_common.weight_operands(index.flatten(w_down)),
+                *(index.flatten(b).reshape(-1) for b in (b_down,) if b is not None)]
     products = kernel(ids.reshape(-1), h.reshape(T * K, I), *layers, *operands)
     return _build_sum(T, K, index, H, out_dtype, interpret)(ids.reshape(-1), weights.reshape(-1), products, *layers)
 

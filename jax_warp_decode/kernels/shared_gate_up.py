@@ -19,8 +19,11 @@ def moe_gate_up_shared(
     w_gate: Weight,
     w_up: Weight,
     *,
+    b_gate: jax.Array | None = None,
+    b_up: jax.Array | None = None,
     layer: jax.Array | int | None = None,
     activation: str | Activation = "silu",
+    out_dtype=jnp.float32,
     config: SharedConfig | None = None,
     interpret=False,
 ) -> jax.Array:
@@ -29,15 +32,17 @@ def moe_gate_up_shared(
     Args:
       x: [T, H] bfloat16.
       ids: [T, K] integer expert ids. A slot whose id lies outside [0, E) is skipped.
-      w_gate, w_up: [E, I, H] bfloat16 or MXFP8 `QuantizedArray`; H and I multiples of 64.
+      w_gate, w_up: [E, I, H] bfloat16 or a `QuantizedArray` of an MX format; H and I multiples of 64.
+      b_gate, b_up: [E, I] floats added to the projections in float32, or None; [L, E, I] with stacked weights.
       layer: with weights of several layers, [L, E, I, H], the one to read: an integer scalar, may be traced. Nothing is
         copied. A layer outside [0, L) writes nothing.
       activation: name in `ACTIVATIONS`, or an `Activation` of your own; gated, applied in float32.
+      out_dtype: of the result, float32 or bfloat16.
       config: `SharedConfig`; None takes `SharedConfig.heuristic`.
       interpret: True (or `InterpretGPUParams`) runs the kernel on the CPU, for tests.
 
     Returns:
-      h float32 [T, K, I]. Rows of skipped slots are not written: they hold anything, NaN included.
+      h [T, K, I] in `out_dtype`. Rows of skipped slots are not written: they hold anything, NaN included.
 
     Raises:
       ArgumentError: wrong rank, shape or dtype, or a config that does not fit.
@@ -54,21 +59,25 @@ def moe_gate_up_shared(
       ((1, 2, 64), 0.731)
     """
     ids = int32_ids(ids, "ids")
+    if w_gate is None:
+        raise UnsupportedError(f"w_gate: got None, 'shared_decode' needs a gate; {checks.WAY_OUT}")
+    activation, out_dtype = get_activation(activation), checks.out_dtype(out_dtype)
     index = ExpertIndex.of("w_gate", w_gate, layer)
     layers, E = index.operands(layer), index.num_experts
-    T, K, H, I = checks.gate_up_shapes(x, ids, w_gate, w_up, index)
+    T, K, H, I, format = checks.gate_up_shapes(x, ids, w_gate, w_up, b_gate, b_up, activation, index)
     if x.dtype != jnp.bfloat16:
         raise UnsupportedError(f"x: got {x.dtype}, 'shared_decode' takes bfloat16; {checks.WAY_OUT}")
-    itemsize = shared_common.half_weight_itemsize("w_gate", w_gate)
+    shared_common.stream_format("w_gate", w_gate)
     if T * K == 0:
-        return jnp.zeros((T, K, I), jnp.float32)
-    config = shared_common.check_sizes("w_gate", I, H, T, K, E, itemsize, 2, config)
+        return jnp.zeros((T, K, I), out_dtype)
+    config = shared_common.check_sizes("w_gate", I, H, T, K, E, format, 2, config)
     interpret = compat.interpret_params(interpret)
     kernel = shared_stream.build(
-        "moe_gate_up_shared", T * K, T, index, I, H, itemsize, 2, get_activation(activation).apply, False,
-        config, shared_common.grid_size(config, interpret), interpret)
+        "moe_gate_up_shared", T * K, T, index, I, H, format, 2, (b_gate is not None, b_up is not None),
+        activation.apply, False, out_dtype, config, shared_common.grid_size(config, interpret), interpret)
     values, scales = zip(*(_parts(index.flatten(w)) for w in (w_gate, w_up)), strict=True)
-    return kernel(ids.reshape(-1), x, *layers, *values, *(s for part in scales for s in part)).reshape(T, K, I)
+    biases = (index.flatten(b).reshape(-1) for b in (b_gate, b_up) if b is not None)
+    return kernel(ids.reshape(-1), x, *layers, *values, *(s for part in scales for s in part), *biases).reshape(T, K, I)
 
 
 def _parts(w: Weight) -> tuple[jax.Array, tuple[jax.Array, ...]]:

@@ -1,24 +1,29 @@
 """Per-thread pieces of the shared-expert kernels that Pallas cannot say, as inline Mosaic GPU code.
 
-The first three are done by all threads of a CTA together and end with a barrier among them, the last by a warpgroup:
+Up to `gather` all threads of a CTA work together, then those of a warpgroup:
 
-    plan        which experts have slots: a histogram in shared memory and a scan over the experts
-    select      the slots of one expert, in ascending order
-    gather      the rows of these slots as the N operand of wgmma, in the swizzled layout that it wants
-    spread      a wgmma accumulator to shared memory, transposed
+    plan          which experts have slots: a histogram in shared memory and a scan over the experts
+    sort          the slots ordered by expert
+    select        where an expert has several groups, the slots of one, in ascending order
+    gather        the rows of a group's slots as the N operand of wgmma, in the swizzled layout that it wants
+    load_bias     of the rows of a thread
+    spread        a wgmma accumulator to shared memory, transposed
+    scatter_sums  a wgmma accumulator to the rows of its slots
+    scatter       finished results to the rows of their slots
 
 What MXFP8 weights need instead of `gather` and wgmma is in `shared_mxfp8`. The interpreter cannot run any of them;
 `shared_stream` has a plain form of each for it.
 """
 
+import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, nvvm
+from jaxlib.mlir.dialects import arith, memref, nvvm, vector
 
 from jax_warp_decode.errors import UnsupportedError
 from jax_warp_decode.kernels import simt
-from jax_warp_decode.kernels.simt import LANES, Int
+from jax_warp_decode.kernels.simt import LANES, WARPGROUP, Int
 
 FULL_WARP = -1  # lane mask
 UNROLL = 4  # loads of a thread in flight
@@ -38,15 +43,18 @@ def meet(threads: int):
 
 
 def plan(tokens: int, experts: int, slots: int, threads: int):
-    """Fills the tables of the groups (up to `tokens` slots of one expert), see `shared_common.plan_tables`."""
+    """Fills the tables of the groups (up to `tokens` slots of one expert), see `shared_common.plan_tables`.
 
-    def body(_ctx, ids, ids_s, count_s, expert_s, first_s, passes_s, total_s):
+    Each slot draws a number within its expert from a counter, in no certain order; `sort` and `select` use it.
+    """
+
+    def body(_ctx, ids, drawn_s, count_s, from_s, expert_s, place_s, info_s, total_s):
         if utils.get_arch().major != 9:
             raise UnsupportedError(
                 f"strategy: 'shared_decode' got compute capability {utils.get_arch()}, its kernels need 9.0 (Hopper's "
                 "wgmma); use strategy='auto' or 'warp_decode'")
         t, lane = simt.thread(), simt.thread() % LANES
-        padded_experts, padded_slots = -(-experts // LANES) * LANES, -(-slots // LANES) * LANES
+        padded_experts = -(-experts // LANES) * LANES
 
         @simt.loop(-(-padded_experts // threads))
         def _(i):
@@ -56,38 +64,91 @@ def plan(tokens: int, experts: int, slots: int, threads: int):
 
         simt.meet(threads)
 
-        @simt.loop(-(-padded_slots // threads))
-        def _(i):
-            s = i * threads + t
-            with mgpu.when(s < padded_slots):
-                e = simt.select(s < slots, simt.at(ids, s.min(slots - 1)), Int(-1))
-                simt.put(ids_s, s, e)
+        @_each_slot(slots, threads)
+        def _(numbers):
+            found = [(s, simt.select(s < slots, simt.at(ids, s.min(slots - 1)), Int(-1))) for s in numbers]
+            drawn = []
+            for s, e in found:
                 routed = arith.andi(e >= 0, e < experts)
-                with mgpu.when(routed):
-                    utils.inline_ptx("red.shared.add.u32 [$0], 1;", (Int(simt.address(count_s)) + e * 4).v)
+                number = Int(utils.inline_ptx(_DRAW, (Int(simt.address(count_s)) + e * 4).v,
+                                              arith.extui(simt.i32(), routed), result_types=simt.i32(),
+                                              has_side_effects=True))
+                drawn.append((s, simt.select(routed, number << 16 | e, Int(-1))))
+            for s, value in drawn:
+                with mgpu.when(s < -(-slots // LANES) * LANES):
+                    simt.put(drawn_s, s, value)
 
         simt.meet(threads)
 
-        # Every warp does the same scans and writes the same values; those of UNROLL chunks of experts overlap.
+        # Every warp does the same scans, of slots and passes at once, and writes the same values; those of UNROLL
+        # chunks of experts overlap.
         total = Int(0)
         for start in range(0, padded_experts, LANES * UNROLL):
             found = []
             for e in (lane + first for first in range(start, min(start + LANES * UNROLL, padded_experts), LANES)):
-                passes = (simt.at(count_s, e) + (tokens - 1)) // tokens
-                found.append((e, passes, _scan(passes, lane)))
-            for e, passes, inclusive in found:
-                first = total + inclusive - passes
+                count = simt.at(count_s, e)
+                both = ((count + (tokens - 1)) // tokens) << 16 | count
+                found.append((e, count, both, _scan(both, lane)))
+            for e, count, both, inclusive in found:
+                before, passes = total + inclusive - both, both >> 16
+                first, place = before >> 16, before & 0xFFFF
+                simt.put(from_s, e, place)
 
                 @simt.loop(passes)
-                def _(q, e=e, passes=passes, first=first):
+                def _(q, e=e, count=count, passes=passes, first=first, place=place):
+                    number = simt.select(passes.equals(1), Int(0), q + 1)
                     simt.put(expert_s, first + q, e)
-                    simt.put(first_s, first + q, first)
-                    simt.put(passes_s, first + q, passes)
+                    simt.put(place_s, first + q, place + q * tokens)
+                    simt.put(info_s, first + q, number << 16 | (count - q * tokens).min(tokens))
 
                 total = total + _shuffle(inclusive, LANES - 1, 31, nvvm.ShflKind.idx)
 
-        simt.put(total_s, Int(0), total)
+        simt.put(total_s, Int(0), total >> 16)
         simt.meet(threads)
+
+    return body
+
+
+# Expert ids are below 2^16 - 1, slots and groups below 2^15.
+_DRAW = """{
+    .reg .pred routed;
+    .reg .b32 number;
+    setp.ne.b32 routed, $2, 0;
+    mov.b32 number, 0;
+    @routed atom.shared.add.u32 number, [$1], 1;
+    mov.b32 $0, number;
+}"""
+AHEAD = 8  # slots that a thread loads before it looks at the first
+
+
+def _each_slot(slots: int, threads: int):
+    """Calls body with the numbers of up to AHEAD slots of this thread at a time; may go beyond the last."""
+
+    def decorate(body):
+        turns = -(-slots // threads)
+        ahead = min(AHEAD, turns)
+
+        @simt.loop(-(-turns // ahead))
+        def _(i):
+            body([(i * ahead + u) * threads + simt.thread() for u in range(ahead)])
+
+    return decorate
+
+
+def sort(experts: int, slots: int, threads: int):
+    """The slots of every expert together, ordered by expert, to order_s; within an expert in the order drawn.
+
+    That order may differ from CTA to CTA, which matters where an expert has several groups only: see `select`.
+    """
+
+    def body(_ctx, drawn_s, from_s, order_s):
+        @_each_slot(slots, threads)
+        def _(numbers):
+            drawn = [(s, simt.at(drawn_s, s.min(slots - 1))) for s in numbers]
+            for s, value in drawn:
+                e = value & 0xFFFF
+                with mgpu.when(arith.andi(s < slots, e < experts)):
+                    simt.put(order_s, simt.at(from_s, e) + (value >> 16), s)
 
     return body
 
@@ -104,28 +165,27 @@ def _scan(x: Int, lane: Int) -> Int:
 
 
 def select(tokens: int, slots: int, threads: int):
-    """Slots number q * tokens .. of expert e, in ascending order, to slots_s; how many, to slots_s[tokens]."""
+    """Slots number pass_ * tokens .. of an expert, ascending, to their place in order_s: the same in all CTAs."""
 
-    def body(_ctx, expert, pass_, ids_s, slots_s):
-        e, q = Int(expert.registers.item()), Int(pass_.registers.item())
+    def body(_ctx, expert, pass_, place, drawn_s, order_s):
+        e, q, place = (Int(a.registers.item()) for a in (expert, pass_, place))
         lane = simt.thread() % LANES
-        simt.meet(threads)  # everybody has read the slots of the group before, and multiplied with its rows
         below = (Int(1) << lane) - 1
+        simt.meet(threads)  # `sort` is done everywhere
 
         # Every warp does the same and writes the same values.
         @simt.loop(-(-slots // LANES), Int(0) - q * tokens)
         def found(chunk, before):
             s = chunk * LANES + lane
-            hit = simt.at(ids_s, s).equals(e)
+            hit = (simt.at(drawn_s, s) & 0xFFFF).equals(e)
             hits = Int(utils.inline_ptx("vote.sync.ballot.b32 $0, $1, 0xffffffff;", hit, result_types=simt.i32(),
                                         has_side_effects=True, convergent=True))
             rank = before + _population(hits & below)
             with mgpu.when(arith.andi(hit, arith.andi(rank >= 0, rank < tokens))):
-                simt.put(slots_s, rank, s)
+                simt.put(order_s, place + rank, s)
             return before + _population(hits)
 
-        simt.put(slots_s, Int(tokens), found.min(tokens))
-        simt.meet(threads)
+        del found
 
     return body
 
@@ -154,45 +214,110 @@ def finish_operand(threads: int) -> None:
     simt.meet(threads)
 
 
-def gather(tokens: int, cols: int, divisor: int, wide: bool, threads: int):
-    """Rows slots_s[j] // divisor of `source` [rows, cols] to rows j of the N operand, bfloat16, K-major.
+def gather(tokens: int, cols: int, columns: int, divisor: int, wide: bool, threads: int):
+    """`columns` columns, from `first`, of rows order_s[place + j] // divisor of `source` [rows, cols] to rows j < size
+    of the N operand, bfloat16, K-major.
 
-    The operand is [cols / 64, tokens, 64], tiled by (8, 64) with 128-byte swizzle. Rows beyond the last slot keep what
-    they held; their columns of the product are not stored.
+    The operand is [columns / 64, tokens, 64], tiled by (8, 64) with 128-byte swizzle. Rows beyond the last slot keep
+    what they held; their columns of the product are not stored.
 
     Args:
-      wide: the source is float32 and is rounded here; else bfloat16.
+      wide: the source is float32 and is rounded here; else bfloat16, copied without passing through registers.
     """
     words = 8 if wide else 4  # 32-bit words of 8 values
-    per_row = cols // 8
+    per_row = columns // 8
 
-    def body(_ctx, source, slots_s, operand):
+    def body(_ctx, place, size, first, source, order_s, operand):
         start, to, t = simt.address(source), Int(simt.address(operand)), simt.thread()
-        total = simt.at(slots_s, Int(tokens)) * per_row
+        place, size, first = (Int(a.registers.item()) for a in (place, size, first))
+        simt.meet(threads)  # everybody has multiplied with the rows before, and the slots are in order
+        total = size * per_row
 
-        def place(n: Int):
-            """Value group n: its words, loaded, and where they go."""
+        def at(n: Int):
+            """Value group n: its row, its bytes there, and where they go."""
             j, c = n // per_row, n % per_row
-            loaded = load_words(start, (simt.at(slots_s, j) // divisor, per_row * words * 4, c * (words * 4)), words)
+            row = simt.at(order_s, place + j) // divisor
             atom = (c // 8) * (tokens // 8) + j // 8
-            return loaded, to + atom * 1024 + (j % 8) * 128 + (((c % 8) ^ (j % 8)) << 4)
+            return (row, cols // 8 * words * 4, (first // 8 + c) * (words * 4)), to + atom * 1024 + (j % 8) * 128 + (
+                ((c % 8) ^ (j % 8)) << 4)
 
         def store(loaded, where):
-            if wide:
-                loaded = [utils.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", Int(loaded[i + 1]).float(),
-                                           Int(loaded[i]).float(), result_types=simt.i32()) for i in range(0, 8, 2)]
+            loaded = [utils.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", Int(loaded[i + 1]).float(),
+                                       Int(loaded[i]).float(), result_types=simt.i32()) for i in range(0, 8, 2)]
             utils.inline_ptx("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", where.v, *loaded)
 
         @simt.loop((total + (threads * UNROLL - 1)) // (threads * UNROLL))
         def _(i):
             # The last groups may be done twice, with the same result.
-            groups = [(i * (threads * UNROLL) + u * threads + t).min(total - 1) for u in range(UNROLL)]
-            for loaded in [place(n) for n in groups]:
-                store(*loaded)
+            groups = [at((i * (threads * UNROLL) + u * threads + t).min(total - 1)) for u in range(UNROLL)]
+            if wide:
+                for loaded, where in [(load_words(start, group, words), where) for group, where in groups]:
+                    store(loaded, where)
+            else:
+                for group, where in groups:
+                    utils.inline_ptx("cp.async.cg.shared.global [$0], [$1], 16;", where.v,
+                                     simt.global_offset(start, *group))
 
+        if not wide:
+            utils.inline_ptx("cp.async.wait_all;", has_side_effects=True)
         finish_operand(threads)
 
     return body
+
+
+def own_row(t: Int, permuted: bool) -> Int:
+    """The first of the two rows that a thread of a warpgroup owns of an accumulator [64, tokens]; the other is 8 below.
+
+    permuted: not row l // 4 of a warp's first 8 for lane l, but one for which the 8 bytes per lane that four lanes in a
+    row read of a tile swizzled by 128 bytes lie in different banks in each half of the warp.
+    """
+    warp, row = t // LANES, (t % LANES) // 4
+    return warp * 16 + ((row % 4) * 2 + row // 4 if permuted else row)
+
+
+def load_bias(present: tuple[bool, ...], rows: int, permuted: bool):
+    """The biases, flat, of the two rows of a thread's part of an accumulator: float32 [2] per thread.
+
+    Rows first .. first + rows of each matrix; zeros for all but the first warpgroup.
+    """
+
+    def body(_ctx, first, wg, *refs):
+        first, wg = (Int(a.registers.item()) for a in (first, wg))
+        t, f32 = simt.thread() % WARPGROUP, ir.F32Type.get()
+        zero, refs, found = arith.constant(f32, 0.0), list(refs), []
+        tables = [refs.pop(0) if there else None for there in present]
+        for half in range(2):
+            row = own_row(t, permuted) + half * 8
+            at = arith.index_cast(ir.IndexType.get(), (first + row % rows).v)
+            loaded = [zero if table is None else memref.load(table, [at]) for table in tables]
+            loaded = [v if v.type == f32 else arith.extf(f32, v) for v in loaded]
+            value = loaded[0] if len(loaded) == 1 else arith.select(row < rows, *loaded)
+            value = arith.select(wg.equals(0), value, zero)
+            found.append(vector.from_elements(ir.VectorType.get((1,), f32), [value]))
+        registers = np.empty(2, object)
+        registers[:] = found
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=mgpu.WGStridedFragLayout((2 * WARPGROUP,), 1), _is_signed=None)
+
+    return body
+
+
+def _finished(accumulator, rescale, factors, bias):
+    """(row, column, value) of a thread's part of an accumulator [64, tokens], rescaled and with the bias of its row.
+
+    Where there is something to rescale, the rows are permuted.
+    """
+    t = simt.thread() % WARPGROUP
+    for i, pair in enumerate(accumulator.registers.flat):  # of two columns; columns by 8, then rows 0 and 8
+        half = i % 2
+        row = own_row(t, rescale is not None) + half * 8
+        for k in range(2):
+            column, value = (t % 4) * 2 + (i // 2 * 8 + k), vector.extract(pair, [], [k])
+            if rescale is not None:
+                value = rescale(value, simt.at(factors, column))
+            if bias is not None:
+                value = arith.addf(value, vector.extract(bias.registers[half], [], [0]))
+            yield row, column, value
 
 
 def spread(rows: int, rescale=None):
@@ -201,15 +326,49 @@ def spread(rows: int, rescale=None):
     rescale: (value, factors[j]) -> what to store, for column j; None stores the value.
     """
 
-    def body(_ctx, accumulator, target, *factors):
-        size = arith.constant(ir.IndexType.get(), rows)
+    def body(_ctx, accumulator, target, factors, bias=None):
+        index = ir.IndexType.get()
+        for row, column, value in _finished(accumulator, rescale, factors, bias):
+            memref.store(value, target, [arith.index_cast(index, i.v) for i in (row // rows, column, row % rows)])
 
-        def put(value, at):
-            row, token = at
-            if rescale is not None:
-                value = rescale(value, Int(memref.load(factors[0], [token])))
-            memref.store(value, target, [arith.divui(row, size), token, arith.remui(row, size)])
+    return body
 
-        accumulator.foreach(put)
+
+def scatter_sums(n: int, rescale=None):
+    """Accumulator [64, tokens]: column j < size to out[order_s[place + j], row : row + 64].
+
+    `rescale` as in `spread`.
+    """
+
+    def body(_ctx, accumulator, place, size, first, order_s, out, factors, bias=None):
+        place, size, first = (Int(a.registers.item()) for a in (place, size, first))
+        start = simt.address(out)
+        for row, column, value in _finished(accumulator, rescale, factors, bias):
+            with mgpu.when(column < size):
+                where = simt.global_offset(start, simt.at(order_s, place + column), n * 4, (first + row) * 4)
+                utils.inline_ptx("st.global.f32 [$0], $1;", where, value)
+
+    return body
+
+
+def scatter(n: int, rows: int, vec: int):
+    """Results [tokens, rows], `vec` adjacent values per thread and turn: row j < size to
+    out[order_s[place + j], row : row + rows]."""
+
+    def body(_ctx, results, place, size, row, order_s, out):
+        place, size, row = (Int(a.registers.item()) for a in (place, size, row))
+        t, start = simt.thread() % WARPGROUP, simt.address(out)
+        itemsize = utils.bytewidth(results.mlir_dtype)
+        words = vec * itemsize // 4
+        for i, register in enumerate(results.registers.flat):
+            flat = (t + i * WARPGROUP) * vec
+            j, r = flat // rows, flat % rows
+            with mgpu.when(j < size):
+                where = simt.global_offset(start, simt.at(order_s, place + j), n * itemsize, (row + r) * itemsize)
+                bits = vector.bitcast(ir.VectorType.get((words,), simt.i32()), register)
+                values = [vector.extract(bits, [], [w]) for w in range(words)]
+                names = ", ".join(f"${w + 1}" for w in range(words))
+                kind = {1: ".b32 [$0], $1", 2: f".v2.b32 [$0], {{{names}}}", 4: f".v4.b32 [$0], {{{names}}}"}[words]
+                utils.inline_ptx(f"st.global{kind};", where, *values)
 
     return body

@@ -51,25 +51,26 @@ def refusal(tokens: int, experts_per_token: int, experts: ExpertWeights, x_dtype
         return f"x is {jnp.dtype(x_dtype)}, the kernels take bfloat16"
     try:
         for name, w, matrices in (("w_gate", experts.w_gate, 2), ("w_down", experts.w_down, 1)):
-            itemsize = shared_common.half_weight_itemsize(name, w)
+            format = shared_common.stream_format(name, w)
             shared_common.check_sizes(
-                name, *w.shape[-2:], tokens, experts_per_token, experts.num_experts, itemsize, matrices)
+                name, *w.shape[-2:], tokens, experts_per_token, experts.num_experts, format, matrices)
     except (ArgumentError, UnsupportedError) as error:
         return str(error)
     return shared_common.device_refusal()
 
 
 def temporary_bytes(tokens: int, experts_per_token: int, experts: ExpertWeights) -> int:
-    """Device memory that a call takes besides its arguments and result: float32 [T * K, I] and [T * K, H].
+    """Device memory that a call takes besides its arguments and result: bfloat16 [T * K, I] and float32
+    [T * K, H].
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from jax_warp_decode import ExpertWeights
       >>> w = jax.ShapeDtypeStruct((8, 64, 128), jnp.bfloat16)
       >>> temporary_bytes(16, 2, ExpertWeights(w, w, jax.ShapeDtypeStruct((8, 128, 64), jnp.bfloat16)))
-      24576
+      20480
     """
-    return 4 * tokens * experts_per_token * (experts.intermediate + experts.hidden)
+    return tokens * experts_per_token * (2 * experts.intermediate + 4 * experts.hidden)
 
 
 @functools.cache
@@ -77,10 +78,11 @@ def _op(activation: Activation, out_dtype, interpret):
     def layer_fn(x, routing, experts, layer):
         with jax.named_scope("gate_up"):
             h = moe_gate_up_shared(
-                x, routing.ids, experts.w_gate, experts.w_up, layer=layer, activation=activation,
-                interpret=interpret)
+                x, routing.ids, experts.w_gate, experts.w_up, b_gate=experts.b_gate, b_up=experts.b_up, layer=layer,
+                activation=activation, out_dtype=jnp.bfloat16, interpret=interpret)
         with jax.named_scope("down"):
             return moe_down_shared(
-                h, routing.ids, routing.weights, experts.w_down, layer=layer, out_dtype=out_dtype, interpret=interpret)
+                h, routing.ids, routing.weights, experts.w_down, b_down=experts.b_down, layer=layer,
+                out_dtype=out_dtype, interpret=interpret)
 
     return decode_op(NAME, layer_fn)
