@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import importlib.metadata
 import platform
-import re
 
 import jax
 import jax.numpy as jnp
@@ -15,26 +14,12 @@ from rich.text import Text
 import jax_warp_decode
 from jax_warp_decode import STRATEGIES, available_strategies, choose
 from jax_warp_decode.compat import JAX_WINDOW
+from jax_warp_decode.device import driver_cuda, in_window
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import DENSE_FORMATS, ExpertWeights
 from jax_warp_decode.formats import FORMATS, quantize
 
 CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in re.findall(r"\d+", version.split("+")[0].split(".dev")[0]))
-
-
-def in_window(version: str) -> bool:
-    """Whether a jax version lies inside the tested window.
-
-    Example:
-      >>> from jax_warp_decode.info import in_window
-      >>> in_window("0.11.2"), in_window("0.11.1")
-      (True, False)
-    """
-    return _numbers(JAX_WINDOW[0]) <= _numbers(version) <= _numbers(JAX_WINDOW[1])
 
 
 def _installed(distribution: str) -> str | None:
@@ -124,6 +109,8 @@ def render(info: Info, console: Console) -> None:
     facts["jax"] = f"{info.versions['jax']}, {window} the tested window {' to '.join(JAX_WINDOW)}"
     plugins = [f"{name} {info.versions[name]}" for name in CUDA_PLUGINS if info.versions[name]]
     facts["CUDA plugin"] = ", ".join(plugins) or "not installed"
+    if driver := driver_cuda():
+        facts["NVIDIA driver"] = f"knows CUDA up to {driver[0]}.{driver[1]}"
     facts["devices"] = ", ".join(info.devices)
     print_facts(console, facts)
     console.print()

@@ -164,21 +164,35 @@ def _start(work, toolkit, arch, sources, filter):
 def _collect(work, toolkit, arch, process):
     code = process.wait()
     results = work / "results.jsonl"
-    for line in results.read_text().splitlines() if results.exists() else ():
-        record = json.loads(line)
-        ptx = (work / record.pop("ptx")).read_text()
-        modules = re.split(r"^(?=\.version)", ptx, flags=re.MULTILINE)[1:]
-        kernels = tuple(_assemble(work, toolkit, arch, module) for module in modules)
+    records = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    modules = [re.split(r"^(?=\.version)", (work / record.pop("ptx")).read_text(), flags=re.MULTILINE)[1:]
+               for record in records]
+    kernels = iter(_assemble(work, toolkit, arch, [m for of_case in modules for m in of_case]))
+    for record, of_case in zip(records, modules, strict=True):
         yield Report(arch, record["case"], Limits(**record["limits"]), record["error"], record["calls"],
-                     record["temp_bytes"], kernels)
+                     record["temp_bytes"], tuple(next(kernels) for _ in of_case))
     if code:
         logs = sorted(work.glob("*.err"), key=os.path.getmtime)[-1:] + [work / "log"]
         tail = [line for log in logs for line in log.read_text(errors="replace").splitlines()[-15:]]
         raise RuntimeError(f"{arch}: the compiling process ended with code {code}:\n" + "\n".join(tail))
 
 
-def _assemble(work, toolkit, arch, ptx):
-    (work / "kernel.ptx").write_text(ptx)
+def _assemble(work, toolkit, arch, modules):
+    """One `Kernel` per PTX module. All go through the tools at once: nvdisasm alone takes a second to start."""
+    if not modules:
+        return []
+    # One module of all: entries and shared memory get a number, and what debuggers want is left out.
+    header = re.match(r"(?:\.(?:version|target|address_size).*\s+)+", modules[0]).group()
+    merged = [header]
+    for n, ptx in enumerate(modules):
+        body = re.sub(r"^\s*\.(?:version|target|address_size|file|loc)\b.*\n", "", ptx, flags=re.MULTILINE)
+        body = re.sub(r"^\s*\.section\b[^{]*\{[^}]*\}", "", body, flags=re.MULTILINE)
+        declared = re.findall(r"^\s*(?:\.\w+ )*\.entry (\w+)|^\.?\s*(?:\.\w+ )*\.shared .*?(\w+)(?:\[\d*\])?;", body,
+                              flags=re.MULTILINE)
+        for name in {name for names in declared for name in names if name}:
+            body = re.sub(rf"\b{re.escape(name)}\b", f"{name}__{n}", body)
+        merged.append(body)
+    (work / "kernels.ptx").write_text("\n".join(merged))
 
     def tool(name, *args):
         done = subprocess.run([toolkit / "bin" / name, *args], cwd=work, capture_output=True, text=True)
@@ -186,15 +200,24 @@ def _assemble(work, toolkit, arch, ptx):
             raise RuntimeError(f"{name} {' '.join(args)}: {done.stderr or done.stdout}")
         return done.stdout + done.stderr
 
-    log = tool("ptxas", "-v", "-O3", "-arch", arch, "kernel.ptx", "-o", "kernel.cubin")
-    counts = count_opcodes(tool("nvdisasm", "-c", "kernel.cubin"))
+    log = tool("ptxas", "-v", "-O3", "-arch", arch, "kernels.ptx", "-o", "kernels.cubin")
+    logs = dict(re.findall(r"Compiling entry function '(\w+)'((?:.*\n)*?.*Used \d+ registers.*)", log))
+    sass = dict(re.findall(r"^//-+ \.text\.(\w+) -+\n((?:(?!//--).*\n)*)", tool("nvdisasm", "-c", "kernels.cubin"),
+                           flags=re.MULTILINE))
+    by_number = {int(name.rpartition("__")[2]): name for name in sass}
+    return [_kernel(by_number[n].rpartition("__")[0], logs[by_number[n]], sass[by_number[n]])
+            for n in range(len(modules))]
+
+
+def _kernel(entry, log, sass):
+    counts = count_opcodes(sass)
 
     def count(pattern):
         return sum(n for opcode, n in counts.items() if re.match(pattern, opcode))
 
     wide = count(r"LDG?\..*\b(128|256)\b")  # loads by generic addresses (LD) are global loads too
     return Kernel(
-        name=re.search(r"\.entry\s+(\w+)", ptx).group(1).removesuffix("_mosaic_gpu_kernel"),
+        name=entry.removesuffix("_mosaic_gpu_kernel"),
         registers=int(re.search(r"Used (\d+) registers", log).group(1)),
         spill_bytes=sum(map(int, re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", log))),
         wide_loads=wide, narrow_loads=count(r"LDG?(\.|$)") - wide, bulk_copies=count(r"UBLKCP|UTMALDG|LDGSTS"),

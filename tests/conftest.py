@@ -8,6 +8,8 @@ import pytest
 
 def pytest_addoption(parser):
     parser.addoption("--gpu", action="store_true", help="run the tests marked gpu, on the GPU, and no others")
+    parser.addoption("--fuzz-examples", type=int, default=200, metavar="N",
+                     help="random layers that tests/test_fuzz.py tries; 10000 for a night")
 
 
 def pytest_configure(config):

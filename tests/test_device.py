@@ -1,0 +1,83 @@
+"""What a user reads on a machine that cannot run the kernels, and that `auto` takes something that runs there."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_warp_decode import STRATEGIES, ExpertWeights, UnsupportedError, available_strategies, choose, device
+from jax_warp_decode.errors import ArgumentError
+
+W = jax.ShapeDtypeStruct((8, 256, 256), jnp.bfloat16)
+EXPERTS = ExpertWeights(W, W, W)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Pretends that JAX's default device is a GPU, under a driver and a jax version of one's choice."""
+    def pretend(capability="9.0", driver=(13, 0), version=jax.__version__):
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(jax, "devices", lambda *_: [types.SimpleNamespace(
+            compute_capability=capability, device_kind="a GPU", core_count=132)])
+        monkeypatch.setattr(device, "driver_cuda", lambda: driver)
+        monkeypatch.setattr(jax, "__version__", version)
+
+    return pretend
+
+
+def pick(strategy="auto", tokens=1):
+    return choose(tokens, EXPERTS, experts_per_token=2, x_dtype=jnp.bfloat16, strategy=strategy)
+
+
+def test_a_hopper_gpu_with_its_software_refuses_nothing(machine):
+    machine()
+    assert not any(available_strategies().values()) and device.software_refusal() == ""
+    assert pick().strategy not in ("reference", "expert_centric")
+
+
+@pytest.mark.parametrize("capability", ["8.0", "12.0", "gfx942", "unknown"])
+def test_a_gpu_without_these_kernels_runs_the_reference_and_says_why(machine, capability):
+    machine(capability)
+    choice = pick()
+    assert choice.strategy == "reference" and capability in choice.reason and "9.0" in choice.reason
+    for strategy in STRATEGIES:
+        if strategy != "reference":
+            with pytest.raises(UnsupportedError, match=f"{strategy}.*{capability}"):
+                pick(strategy)
+    assert "\n" not in str(choice)
+
+
+@pytest.mark.parametrize("capability, driver, words", [
+    ("9.0", (11, 8), ["CUDA up to 11.8", "9.0 need 12.0", "update the driver"]),
+    ("10.0", (12, 4), ["CUDA up to 12.4", "10.0 need 12.8"]),
+    ("10.3", (12, 8), ["10.3 need 12.9"])])
+def test_an_old_driver_is_named(machine, capability, driver, words):
+    machine(capability, driver)
+    assert all(word in device.software_refusal() for word in words), device.software_refusal()
+
+
+@pytest.mark.parametrize("version", ["0.11.1", "0.12.1", "0.13.0.dev20260901"])
+def test_a_jax_outside_the_window_is_named(machine, version):
+    machine(version=version)
+    assert f"jax {version} lies outside the tested window" in device.software_refusal()
+
+
+def test_the_driver_is_asked_without_a_gpu():
+    found = device.driver_cuda()
+    assert found is None or found >= (1, 0)
+
+
+@pytest.mark.parametrize("message, words", [
+    ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 18253611008 bytes.", ["memory (18253611008 bytes"]),
+    ("INTERNAL: CUDA_ERROR_UNSUPPORTED_PTX_VERSION: the provided PTX was compiled", ["driver", "too old"]),
+    ("INTERNAL: Failed to load module: CUDA_ERROR_NO_BINARY_FOR_GPU: no kernel image", ["reference"]),
+    ("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered", ["report"])])
+def test_failures_at_run_time_become_one_line(message, words):
+    line = device.explain_failure(jax.errors.JaxRuntimeError(message))
+    assert all(word in line for word in words) and "\n" not in line, line
+
+
+def test_other_errors_stay_what_they_are():
+    assert device.explain_failure(ArgumentError("x: out of memory")) == ""
+    assert device.explain_failure(jax.errors.JaxRuntimeError("INTERNAL: something")) == ""
