@@ -6,7 +6,6 @@ import re
 
 ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
-LAYER = "small_batch-qwen3-30b-a3b-uniform.json"
 NAMES = {
     "read": "reading the weights, nothing else", "warp_decode": "**`warp_decode`**",
     "shared_decode": "**`shared_decode`**",
@@ -14,61 +13,113 @@ NAMES = {
     "lax_ragged_dot": "`jax.lax.ragged_dot`"}
 
 
-def layer_table(report: dict) -> str:
+def source(meta: dict, name: str, *, image: str = "") -> list[str]:
+    """The last lines of a part: the command, the commit and the file, and the picture of the same name."""
+    lines = ["", f"`{meta['command'].replace('OUT', 'bench/results')}`, commit `{meta['commit'][:10]}`, data in "
+             f"[`bench/results/{name}`](bench/results/{name})."]
+    return [*lines, "", f"![{image}](bench/results/{pathlib.Path(name).stem}.png)"] if image else lines
+
+
+def table(head: list, rows: list[list]) -> list[str]:
+    return [f"| {' | '.join(map(str, row))} |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def layer(name: str, report: dict) -> list[str]:
     """Microseconds per layer, a row per format and strategy, a column per batch size."""
     results, meta = [r for r in report["results"] if "us" in r], report["meta"]
     batches = sorted({r["batch"] for r in results})
-    lines = [
+    rows = []
+    for format in dict.fromkeys(r["format"] for r in results):
+        for strategy, title in NAMES.items():
+            row = {r["batch"]: r for r in results if r["format"] == format and r["strategy"] == strategy}
+            share = "" if strategy == "read" else " ({:.0%})"
+            if row:
+                rows.append([format, title, *(
+                    f"{row[b]['us']:.1f}" + share.format(row[b]["fraction_of_read"]) if b in row else ""
+                    for b in batches)])
+    return [
         f"One Qwen3-30B-A3B layer (H 2048, I 768, E 128, K 8), routed experts only, cold weights, uniform routing, "
         f"microseconds on one {meta['device']}, jax {meta['jax']}. In brackets: share of the speed of a kernel that "
         f"only reads the same unique bytes, in the same run.", "",
-        "| weights | strategy | " + " | ".join(f"B={b}" for b in batches) + " |",
-        "| --- | --- |" + " --- |" * len(batches)]
-    for format in dict.fromkeys(r["format"] for r in results):
-        for name, title in NAMES.items():
-            row = {r["batch"]: r for r in results if r["format"] == format and r["strategy"] == name}
-            if row:
-                cells = [f"{row[b]['us']:.1f}" + ("" if name == "read" else f" ({row[b]['fraction_of_read']:.0%})")
-                         if b in row else "" for b in batches]
-                lines.append(f"| {format} | {title} | " + " | ".join(cells) + " |")
-    command = meta["command"].replace("OUT", "bench/results")
-    lines += ["", f"`{command}`, commit `{meta['commit'][:10]}`, data in "
-              f"[`bench/results/{LAYER}`](bench/results/{LAYER}), notes in [`bench/NOTES.md`](bench/NOTES.md).", "",
-              f"![Time and share of the read against tokens](bench/results/{pathlib.Path(LAYER).stem}.png)"]
-    return "\n".join(lines)
+        *table(["weights", "strategy", *(f"B={b}" for b in batches)], rows),
+        *source(meta, name, image="Time and share of the read against tokens")]
 
 
-def suite_table(report: dict) -> str:
+def suite(name: str, report: dict) -> list[str]:
     """Microseconds and multiple of the read, a row per model and format, a column per batch size."""
-    results, meta = [r for r in report["results"] if "us" in r and r["strategy"] != "read"], report["meta"]
-    batches = sorted({r["batch"] for r in results})
-    lines = ["| model | weights | routing | " + " | ".join(f"B={b}" for b in batches) + " |",
-             "| --- | --- | --- |" + " --- |" * len(batches)]
+    results = [r for r in report["results"] if "us" in r and r["strategy"] != "read"]
+    batches, rows = sorted({r["batch"] for r in results}), []
     for key in dict.fromkeys((r["model"], r["format"], r["pattern"]) for r in results):
         row = {r["batch"]: r for r in results if (r["model"], r["format"], r["pattern"]) == key}
-        cells = [f"{row[b]['us']:.1f} ({row[b]['us'] / row[b]['read_us']:.2f})" if b in row else "" for b in batches]
-        lines.append(f"| {' | '.join(key)} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", f"`{meta['command'].replace('OUT', 'bench/results')}`, commit "
-                      f"`{meta['commit'][:10]}`, data in [`bench/results/suite.json`](bench/results/suite.json)."])
+        rows.append([*key, *(f"{row[b]['us']:.1f} ({row[b]['us'] / row[b]['read_us']:.2f})" if b in row else ""
+                             for b in batches)])
+    return [*table(["model", "weights", "routing", *(f"B={b}" for b in batches)], rows), *source(report["meta"], name)]
 
 
-def training_line(metrics: dict) -> str:
+def parallel(name: str, report: dict) -> list[str]:
+    """Microseconds per layer on two GPUs and, in brackets, their share of one GPU's."""
+    results = [r for r in report["results"] if "us" in r and r["collectives"] in (None, "none", "nccl")]
+    batches, rows = sorted({r["batch"] for r in results}), []
+    one = {r["batch"]: r["us"] for r in results if r["layout"] == "one"}
+    for layout, title in (("one", "one GPU"), ("EP2", "two GPUs, experts split"), ("TP2", "two GPUs, I split")):
+        row = {r["batch"]: r for r in results if r["layout"] == layout}
+        rows.append([results[0]["model"], title, *(
+            f"{row[b]['us']:.1f}" + (f" ({row[b]['us'] / one[b]:.2f})" if layout != "one" else "") if b in row else ""
+            for b in batches)])
+    return [*table(["model", "devices", *(f"B={b}" for b in batches)], rows), *source(report["meta"], name)]
+
+
+def decode(name: str, report: dict) -> list[str]:
+    """Tokens per second of a whole decoder, a row per batch size and context, a column per strategy."""
+    rows = [r for r in report["results"] if "tokens_per_s" in r and r["attention"] == "fused"]
+    strategies = list(dict.fromkeys(r["strategy"] for r in rows))
+    lines = []
+    for batch, context in sorted({(r["batch"], r["context"]) for r in rows}):
+        found = {r["strategy"]: r for r in rows if (r["batch"], r["context"]) == (batch, context)}
+        lines.append([rows[0]["format"], batch, f"{context:,}", *(
+            f"{found[s]['tokens_per_s']:,.0f} ({found[s]['fraction_of_read']:.0%})" if s in found else ""
+            for s in strategies)])
+    titles = {"auto": "`auto` (`warp_decode`)", **NAMES}
+    return [*table(["weights", "B", "context", *(titles.get(s, s) for s in strategies)], lines),
+            *source(report["meta"], name)]
+
+
+def formats(name: str, report: dict) -> list[str]:
+    """Microseconds per layer and multiple of the read, a row per format; the fastest configuration of each."""
+    results = [r for r in report["results"] if "us" in r]
+    batches, rows = sorted({r["batch"] for r in results}), []
+    for format in dict.fromkeys(r["format"] for r in results):
+        best = {b: min((r for r in results if (r["format"], r["batch"]) == (format, b)), key=lambda r: r["us"],
+                       default=None) for b in batches}
+        rows.append([format, *(f"{r['us']:.1f} ({r['of_read']:.2f})" if (r := best[b]) else "" for b in batches)])
+    return [*table(["weights", *(f"B={b}" for b in batches)], rows), *source(report["meta"], name)]
+
+
+def training(name: str, metrics: dict) -> list[str]:
     nats = metrics["held_out_nats_per_byte"]
-    return (f"Its loss on {metrics['bytes']['held_out'] / 1e3:.0f} kB of held-out text: "
-            + ", ".join(f"{nats[name]:.3f} nats per byte in {name}" for name in ("float32", "bf16", "mxfp8"))
-            + f" ({metrics['parameters'] / 1e6:.1f} M parameters; `bench/results/tiny_docs_training.json`).")
+    return [f"Its loss on {metrics['bytes']['held_out'] / 1e3:.0f} kB of held-out text: "
+            + ", ".join(f"{nats[format]:.3f} nats per byte in {format}" for format in ("float32", "bf16", "mxfp8"))
+            + f" ({metrics['parameters'] / 1e6:.1f} M parameters; `bench/results/{name}`)."]
+
+
+PARTS = {  # name of the block in README.md: (how it is written, from which files)
+    "layer": (layer, ["decode-qwen3-30b-a3b-uniform.json"]),
+    "peers": (layer, ["small_batch-qwen3-30b-a3b-uniform.json"]),
+    "suite": (suite, ["suite.json"]),
+    "formats": (formats, ["formats-qwen3-30b-a3b.json"]),
+    "decode": (decode, ["decode_steps-mxfp8.json", "decode_steps-bf16.json"]),
+    "parallel": (parallel, ["parallel-qwen3-30b-a3b.json", "parallel-deepseek-v3.json"]),
+    "training": (training, ["tiny_docs_training.json"])}
 
 
 def rendered(readme: str) -> str:
-    """README.md with both measured parts brought up to date."""
-    parts = {"layer": layer_table(json.loads((RESULTS / LAYER).read_text())),
-             "suite": suite_table(json.loads((RESULTS / "suite.json").read_text())),
-             "training": training_line(json.loads((RESULTS / "tiny_docs_training.json").read_text()))}
-    for name, text in parts.items():
-        block = re.compile(rf"(<!-- measured: {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
+    """README.md with all measured parts brought up to date."""
+    for name, (write, files) in PARTS.items():
+        text = "\n\n".join("\n".join(write(file, json.loads((RESULTS / file).read_text()))) for file in files)
+        block = re.compile(rf"(<!-- measured: {name} -->\n).*?(\n?<!-- end -->)", re.DOTALL)
         if len(block.findall(readme)) != 1:
             raise SystemExit(f"README.md needs one block '<!-- measured: {name} -->' ... '<!-- end -->'")
-        readme = block.sub(lambda found, text=text: found[1] + text + found[2], readme)
+        readme = block.sub(lambda found, text=text: found[1] + text + "\n" + found[2].lstrip("\n"), readme)
     return readme
 
 
