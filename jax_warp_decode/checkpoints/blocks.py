@@ -256,7 +256,7 @@ def block_slots(tensors: Container[str], family: Family, architecture: str, spec
     block = family.block_name(architecture, layer)
     storage = family.storage(encoding, block, tensors)
     return family.slots(
-        spec, block, target, storage, encoding, plain=lambda module: is_skipped(module, encoding.skipped))
+        spec, block, target, storage, encoding, plain=lambda module: is_skipped(module, encoding))
 
 
 def _span(layers: tuple[int, ...]) -> str:

@@ -33,12 +33,14 @@ class Encoding:
     Attributes:
       format: key of `FORMATS`, or `DENSE`.
       scale: what the name of a scale adds to the name of its weight.
-      skipped: modules that stay plain, see `quantization.is_skipped`.
+      skipped: modules that stay plain, with all that they contain.
+      patterns: the same, with `*` for any part of a name.
     """
 
     format: str = DENSE
     scale: str = ""
-    skipped: tuple[str, ...] = ()
+    skipped: frozenset[str] = frozenset()
+    patterns: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The quantization_config of a config.json: in which format the experts of a folder are stored."""
 
 import fnmatch
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from jax_warp_decode.models.settings import Settings, show
 
 BLOCK_FIELDS = ("weight_block_size", "block_size")
 SKIP_FIELDS = ("modules_to_not_convert", "ignored_layers")
+MAX_PATTERNS = 100
 
 # (quant_method, block) -> format and what the name of a scale adds to the name of its weight. transformers, vLLM and
 # SGLang say weight_scale_inv for both eight-bit formats, although the scales multiply; block 32 is our own older form.
@@ -36,20 +38,27 @@ def read_encoding(settings: Settings) -> Encoding:
         expected = " or ".join(f"{name} with block {'any' if size is None else size}" for name, size in METHODS)
         raise ArgumentError(f"quantization_config: got quant_method {show(method)} with block {show(block)}, expected "
                             f"{expected}")
-    skipped = tuple(name for field in SKIP_FIELDS for name in options.items(field, kind=str, default=()))
-    return Encoding(known.format, known.scale, skipped)
+    skipped = [name for field in SKIP_FIELDS for name in options.items(field, kind=str, default=())]
+    patterns = tuple(name for name in skipped if "*" in name)
+    if len(patterns) > MAX_PATTERNS:
+        raise ArgumentError(f"quantization_config: got {len(patterns)} patterns of modules that stay plain, expected "
+                            f"at most {MAX_PATTERNS}")
+    return Encoding(known.format, known.scale, frozenset(skipped) - frozenset(patterns), patterns)
 
 
-def is_skipped(module: str, skipped: tuple[str, ...]) -> bool:
-    """Whether a module stays plain: an entry is its name, that of a module around it, or a pattern with `*`.
+def is_skipped(module: str, encoding: Encoding) -> bool:
+    """Whether a module stays plain although the folder is quantised.
 
     Example:
+      >>> from jax_warp_decode.checkpoints.family import Encoding
       >>> from jax_warp_decode.checkpoints.quantization import is_skipped
-      >>> is_skipped("model.layers.3.mlp.shared_experts.up_proj", ("model.layers.*.mlp.shared_experts", "lm_head"))
-      True
+      >>> encoding = Encoding("mxfp8", skipped=frozenset({"lm_head"}), patterns=("layers.*.mlp.shared",))
+      >>> is_skipped("layers.3.mlp.shared.up_proj", encoding), is_skipped("layers.3.mlp.experts.0.up_proj", encoding)
+      (True, False)
     """
-    return any(module == entry or module.startswith(f"{entry}.")
-               or "*" in entry and fnmatch.fnmatchcase(f"{module}.", f"{entry}.*") for entry in skipped)
+    around = itertools.accumulate(module.split("."), "{}.{}".format)
+    return not encoding.skipped.isdisjoint(around) or any(
+        fnmatch.fnmatchcase(f"{module}.", f"{pattern}.*") for pattern in encoding.patterns)
 
 
 def check_sizes(spec: BlockSpec, encoding: Encoding) -> None:
