@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
 # (E, H, I, K): real sizes with few experts, and small ones.
 SHAPES = {"qwen3-30b": (16, 2048, 768, 8), "gpt-oss": (3, 2880, 2880, 2), "gemma4": (9, 2816, 704, 4),
           "tiny-docs": (40, 256, 64, 4), "odd": (5, 192, 320, 1), "deepseek": (2, 7168, 2048, 1),
-          "long": (3, 128, 14336, 2)}
+          "long": (3, 128, 14336, 2), "blocks": (16, 512, 384, 4)}
 run = functools.partial(shared_decode.run, activation=get_activation("silu"))
 
 
@@ -69,11 +69,12 @@ def test_every_config_gives_the_same_layer(config, weights):
     assert_close(moe_down_shared(h, routing.ids, routing.weights, experts.w_down, config=config), case)
 
 
-@pytest.mark.parametrize("weights", ["bf16", "mxfp8", "mxfp8_e5m2", "mxfp4"])
-@pytest.mark.parametrize("tokens", [3, 40])
-def test_biases_and_formats(tokens, weights):
+@pytest.mark.parametrize("shape,weights", [
+    ("odd", "bf16"), ("odd", "mxfp8"), ("odd", "mxfp8_e5m2"), ("blocks", "fp8_block128"), ("tiny-docs", "mxfp4"),
+    ("gpt-oss", "mxfp4")])
+def test_biases_and_formats(shape, weights):
     """gpt-oss rows of 2880 columns, of which 32-byte swizzle is all that a row of 4-bit values allows."""
-    case = make("gpt-oss", tokens, seed=tokens, weights=weights, pattern="skipped", biases="bf16")
+    case = make(shape, 20, seed=3, weights=weights, pattern="skipped", biases="bf16")
     assert_close(jax.jit(run)(*case.args()), case)
 
 

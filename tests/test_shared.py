@@ -18,7 +18,7 @@ import pytest
 from jax_warp_decode import ArgumentError, UnsupportedError
 from jax_warp_decode.activations import get_activation
 from jax_warp_decode.experts import ExpertWeights
-from jax_warp_decode.formats import QuantizedArray
+from jax_warp_decode.formats import QuantizedArray, quantize
 from jax_warp_decode.kernels import shared_common, shared_mx, shared_simt
 from jax_warp_decode.kernels.shared_common import SharedConfig
 from jax_warp_decode.kernels.shared_down import moe_down_shared
@@ -81,6 +81,18 @@ def test_vmap_merges_tokens():
     assert_close(np.asarray(y).reshape(x.shape), case)
 
 
+def test_scales_of_blocks_that_begin_anywhere(interpreter):
+    """3 scales a row of blocks, which are copied in lines of 4; the last expert's lie at the end of the array."""
+    rng = np.random.default_rng(5)
+    w = quantize(jnp.asarray(rng.standard_normal((16, 128, 384)), jnp.bfloat16), "fp8_block128")
+    h = jnp.asarray(rng.standard_normal((1, 3, 384)), jnp.bfloat16)
+    ids, weights = jnp.array([[1, 14, 15]]), jnp.array([[1.0, -2.0, 0.5]])
+    y = moe_down_shared(h, ids, weights, w, out_dtype=jnp.float32, interpret=interpreter)
+    w, h, weights = (np.asarray(a, np.float64) for a in (w.dequantize(jnp.float32)[ids[0]], h[0], weights[0]))
+    want, size = (np.einsum("knm,km,k->n", *parts) for parts in ((w, h, weights), map(np.abs, (w, h, weights))))
+    assert np.all(np.abs(np.asarray(y[0], np.float64) - want) <= 384 * oracle.TENSOR_CORE_UNIT * size)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("exponent", [-120, -30, 0, 40, 127])
 def test_rows_as_float16(exponent, dtype):
@@ -126,7 +138,9 @@ def weight(format, *shape):
     if format == "bf16":
         return S(shape, jnp.bfloat16)
     dtype, values = shared_mx.STORED[format]
-    return QuantizedArray(*(S((*shape[:-1], shape[-1] // n), t) for n, t in ((values, dtype), (32, jnp.uint8))), format)
+    block, scale = ((128, 128), jnp.float32) if format == shared_common.BLOCK128 else ((1, 32), jnp.uint8)
+    scales = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
+    return QuantizedArray(S((*shape[:-1], shape[-1] // values), dtype), S(scales, scale), format)
 
 
 def layer(format, T, H, I, E, K):
@@ -145,6 +159,8 @@ SHAPES = {"qwen3-30b": (2048, 768, 128, 8), "gpt-oss": (2880, 2880, 32, 4), "gem
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_heuristic_fits_every_shape(shape, format, T):
     H, I, E, K = SHAPES[shape]
+    if format == shared_common.BLOCK128 and (H % 128 or I % 128):
+        return
     for cols, matrices in ((H, 2), (I, 1)):
         config = SharedConfig.heuristic(T, K, E, cols, format, matrices)
         shared_common.check_config(config, cols, format, T * K, E, matrices)

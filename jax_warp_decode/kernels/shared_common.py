@@ -8,6 +8,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_warp_decode.device import HOPPER, capability
@@ -25,7 +26,8 @@ ALIGNMENT = 1024  # of every buffer
 H200_SMS = 132
 MOST_LINES = 256  # of a TMA copy
 MOST_BARRIERS = 32  # of one array of them, in Mosaic
-BITS = {"bf16": 16, "mxfp8": 8, "mxfp8_e5m2": 8, "mxfp4": 4}  # per value of the formats that the kernels read
+BLOCK128 = "fp8_block128"
+BITS = {"bf16": 16, "mxfp8": 8, "mxfp8_e5m2": 8, "mxfp4": 4, BLOCK128: 8}  # per value, of what the kernels read
 # By whether values have more than 4 bits, the best first.
 CHUNKS = {True: (256, 384, 320, 192, 128, 64), False: (512, 384, 320, 256, 192, 128, 64)}
 WIDE = 192  # columns of a stage, at least, whose fixed costs do not matter
@@ -78,8 +80,8 @@ class SharedConfig:
             4 * sum(table_lengths(slots, experts, self.tokens)),
         ]
         if format != "bf16":
-            lines, line = scale_lines(cols, ROWS // matrices)
-            buffers.append(self.scale_buffers(cols) * matrices * lines * line)
+            lines, line, dtype = scale_lines(format, cols, ROWS // matrices)
+            buffers.append(self.scale_buffers(cols) * matrices * lines * line * dtype.itemsize)
         return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in buffers) + RESERVED_BYTES
 
     def scale_buffers(self, cols: int) -> int:
@@ -111,8 +113,8 @@ def _affordable(cls, T: int, K: int, E: int, cols: int, format: str, matrices: i
         again = 4 * min(n, T * K / E) / (ROWS * BITS[format] / 8) if panels > 1 else 0
         for warpgroups, ctas in LAYOUTS[dense, chunk >= WIDE]:
             # Registers of stages that are decoded: the SM has 168 for each of 3 warpgroups.
-            if cols % (chunk * warpgroups * panels) or not dense and warpgroups * ctas > 2 and (
-                    chunk * BITS[format] > 256 * 8 or n > 24):
+            many = not dense and warpgroups * ctas > 2 and (chunk * BITS[format] > 256 * 8 or n > 24)
+            if many or cols % (chunk * warpgroups * panels) or chunk % _least_chunk(format):
                 continue
             for stages in range(min(12, MOST_BARRIERS // warpgroups), 1, -1):
                 config = cls(n, chunk, stages, warpgroups, ctas, panels)
@@ -150,11 +152,16 @@ def table_lengths(slots: int, experts: int, tokens: int) -> list[int]:
     return [-(-n // 32) * 32 for n in (slots, experts, experts, groups, groups, groups, slots + tokens, tokens, 1)]
 
 
-def scale_lines(cols: int, rows: int) -> tuple[int, int]:
-    """How many lines of how many bytes, together a multiple of 128, hold the scales of `rows` rows."""
+def scale_lines(format: str, cols: int, rows: int) -> tuple[int, int, np.dtype]:
+    """How many lines of how many scales, a multiple of 128 bytes, hold those of `rows` rows; and their dtype.
+
+    The scales of blocks of 128 x 128 begin anywhere in the first line.
+    """
+    if format == BLOCK128:
+        return -(-(cols // 128 + 3) // 32) * 8, 4, np.dtype(np.float32)
     line = 256 if cols % 256 == 0 else 64
     size = rows * cols // MX_BLOCK
-    return -(-size // max(line, 128)) * max(line, 128) // line, line
+    return -(-size // max(line, 128)) * max(line, 128) // line, line, np.dtype(np.uint8)
 
 
 def plan_tables(ids: jax.Array, experts: int, tokens: int) -> tuple[jax.Array, ...]:
@@ -228,17 +235,18 @@ def check_sizes(name: str, n: int, cols: int, T: int, K: int, E: int, format: st
 def check_config(config: SharedConfig, cols: int, format: str, slots: int, experts: int, matrices: int) -> None:
     """Refuses a config that does not fit the shape or the device."""
     checks.config_type(config, SharedConfig)
-    if format != "bf16" and scale_lines(cols, ROWS // matrices)[0] > MOST_LINES:
+    if format != "bf16" and scale_lines(format, cols, ROWS // matrices)[0] > MOST_LINES:
         raise UnsupportedError(
             f"experts: got {format} rows of {cols} columns, and 'shared_decode' cannot copy the scales of 64 of them "
             f"at once; {checks.WAY_OUT}")
-    if not (config.tokens in range(8, 65, 8) and config.chunk >= 64 and config.chunk % 64 == 0
+    least = _least_chunk(format)
+    if not (config.tokens in range(8, 65, 8) and config.chunk >= least and config.chunk % least == 0
             and config.chunk <= 256 * 64 and config.stages >= 2 and 1 <= config.warpgroups <= 8 and config.panels >= 1
             and config.waves >= 1
             and cols % (config.chunk * config.warpgroups * config.panels) == 0
             and config.warpgroups * config.stages <= MOST_BARRIERS and config.ctas_per_sm >= 1):
         raise ArgumentError(
-            f"config: got {config}; tokens must be a multiple of 8 up to 64, chunk of 64, stages at least 2, "
+            f"config: got {config}; tokens must be a multiple of 8 up to 64, chunk of {least}, stages at least 2, "
             f"warpgroups at most 8, chunk * warpgroups * panels a divisor of {cols}, warpgroups * stages at most "
             f"{MOST_BARRIERS}")
     need = config.shared_bytes(cols, format, slots, experts, matrices)
@@ -252,15 +260,26 @@ def stream_format(name: str, w: Weight) -> str:
     if format not in BITS:
         raise UnsupportedError(f"{name}: got {'float16' if format == 'f16' else format}, 'shared_decode' reads "
                                f"{', '.join(BITS)}; {checks.WAY_OUT}")
+    if format == BLOCK128:
+        lines, line, dtype = scale_lines(format, w.shape[-1], ROWS)
+        size = math.prod(w.scales.shape)
+        if w.shape[-1] % 128 or w.shape[-2] % 128 or w.scales.dtype != dtype or size % line or size < lines * line:
+            raise UnsupportedError(
+                f"{name}: got {format} {w.shape} with {w.scales.dtype} scales {w.scales.shape}, 'shared_decode' needs "
+                f"multiples of 128 and at least {lines * line} float32 scales, a multiple of {line}; {checks.WAY_OUT}")
     return format
+
+
+def _least_chunk(format: str) -> int:
+    return 128 if format == BLOCK128 else 64
 
 
 def weight_operands(w: Weight) -> tuple[jax.Array, ...]:
     """Views of a weight [E, n, cols] in the shape the kernel loads from. Reshapes only, no copy."""
     if isinstance(w, QuantizedArray):
-        _, line = scale_lines(w.shape[2], ROWS)
+        _, line, dtype = scale_lines(w.format, w.shape[2], ROWS)
         return (w.values.reshape(-1, w.values.shape[2]),
-                lax.bitcast_convert_type(w.scales, jnp.uint8).reshape(-1, line))
+                lax.bitcast_convert_type(w.scales, dtype).reshape(-1, line))
     return (w.reshape(-1, w.shape[2]),)
 
 

@@ -1,9 +1,11 @@
-"""Weights of MX formats times float16 rows, for the shared-expert kernels: no weight is ever multiplied by its scale.
+"""Weights with scales times float16 rows, for the shared-expert kernels: no weight is ever multiplied by its scale.
 
 An E4M3, E5M2 or E2M1 value is a float16 exactly, and two convert in one instruction. The scale of a block of 32 goes to
 the float32 sums of its products instead:
 
     total[n, t] += 2^(scale[n, block] - 127 - 22) * sum over the block of element[n, i] * f16[t, i]
+
+"fp8_block128" does the same with its float32 scales and sums over 128.
 
 float16 wants rows of known size: `gather` multiplies each by the power of two that brings its largest |value| to
 [2^14, 2^15). Multiplying by powers of two is exact, so what is left of a row x is the rounding of `to_float16`:
@@ -26,14 +28,17 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jax_warp_decode.formats.elements import e2m1_from_codes, unpack_nibbles
 from jax_warp_decode.kernels import simt
+from jax_warp_decode.kernels.shared_common import BLOCK128
 from jax_warp_decode.kernels.shared_simt import finish_operand, load_words, own_row
 from jax_warp_decode.kernels.simt import LANES, WARPGROUP, Int
 from jax_warp_decode.kernels.tile import MX_BLOCK, e8m0_to_f32
 
 LARGEST = 14  # exponent of the largest value of a row, as float16
 # How a row of values is stored: the array's dtype, and values in one of its elements.
-STORED = {"mxfp8": (jnp.float8_e4m3fn, 1), "mxfp8_e5m2": (jnp.float8_e5m2, 1), "mxfp4": (jnp.uint8, 2)}
-PTX_TYPE = {"mxfp8": "e4m3x2", "mxfp8_e5m2": "e5m2x2", "mxfp4": "e4m3x2"}  # what is converted to float16
+STORED = {"mxfp8": (jnp.float8_e4m3fn, 1), "mxfp8_e5m2": (jnp.float8_e5m2, 1), "mxfp4": (jnp.uint8, 2),
+          BLOCK128: (jnp.float8_e4m3fn, 1)}
+# What is converted to float16.
+PTX_TYPE = {"mxfp8": "e4m3x2", "mxfp8_e5m2": "e5m2x2", "mxfp4": "e4m3x2", BLOCK128: "e4m3x2"}
 # Of 8 values of a thread, those in the pairs of its fragments, in order.
 PAIRS = {1: ((0, 1), (2, 3), (4, 5), (6, 7)), 2: ((0, 2), (4, 6), (1, 3), (5, 7))}
 E2M1_GAIN = 6  # E2M1 bits in the place of E4M3 bits are the value times 2^-6
@@ -171,16 +176,16 @@ def multiply(format: str, tokens: int, chunk: int, cols: int, rows: int, scale_b
       swizzle: of the tile, in bytes.
     """
     per_row, blocks, groups = cols // MX_BLOCK, chunk // MX_BLOCK, tokens // 8
-    packed = STORED[format][1] == 2
+    packed, together = STORED[format][1] == 2, 4 if format == BLOCK128 else 1  # blocks that share a scale
     block_bytes, row_bytes = MX_BLOCK // STORED[format][1], chunk // STORED[format][1]
     # 4 scales in one load where all rows begin at a multiple of 4.
     load, per_load = ("u32", 4) if per_row % 4 == 0 and blocks % 4 == 0 else ("u16", 2)
 
-    def body(_ctx, values, scales, operand, step, part, total):
-        t, step, part = simt.thread() % WARPGROUP, *(Int(a.registers.item()) for a in (step, part))
+    def body(_ctx, values, scales, begins, operand, step, part, total):
+        t, begins, step, part = simt.thread() % WARPGROUP, *(Int(a.registers.item()) for a in (begins, step, part))
         row, quad, lane = own_row(t, True), t % 4, t % LANES
-        matrix = (row // rows) * scale_bytes + (row % rows) * per_row
-        scales_from = Int(simt.address(scales)) + matrix + step * blocks
+        scales_from = Int(simt.address(scales)) + (row // rows) * scale_bytes + (
+            (begins + step * (blocks // 4)) * 4 if together == 4 else (row % rows) * per_row + step * blocks)
         totals = [[vector.extract(v, [], [i]) for i in range(2)] for v in total.registers.flat]
         # The swizzle XORs bits of the row, which is the same in all atoms of a thread.
         row_from = Int(simt.address(values)) + (row // 8) * (8 * row_bytes) + (row % 8) * swizzle
@@ -206,12 +211,23 @@ def multiply(format: str, tokens: int, chunk: int, cols: int, rows: int, scale_b
                 f"[$4+{(block // 2 * groups + group) * 1024}];",
                 columns[block % 2].v, result_types=[simt.i32()] * 4, has_side_effects=True, convergent=True)
 
-        scale_words = {}
-        for half in range(2):
-            for first in range(0, blocks, per_load):
-                scale_words[half, first] = Int(utils.inline_ptx(
-                    f"ld.shared.{load} $0, [$1+{half * 8 * per_row + first}];", scales_from.v, result_types=simt.i32(),
-                    has_side_effects=True))
+        def load_scale(kind, offset):
+            return Int(utils.inline_ptx(f"ld.shared.{kind} $0, [$1+{offset}];", scales_from.v, result_types=simt.i32(),
+                                        has_side_effects=True))
+
+        if together == 4:
+            scale_words = [load_scale("u32", 4 * i) for i in range(blocks // 4)]
+        else:
+            scale_words = {(half, first): load_scale(load, half * 8 * per_row + first)
+                           for half in range(2) for first in range(0, blocks, per_load)}
+
+        def scale_factors(block):
+            """2^-SHIFT times the scales of rows 0 and 8."""
+            if together == 4:
+                return [arith.mulf(scale_words[block // 4].float(), arith.constant(ir.F32Type.get(), 2.0**-SHIFT))] * 2
+            return [_scale(scale_words[half, block // per_load * per_load], block % per_load,
+                           SHIFT - E2M1_GAIN * packed) for half in range(2)]
+
         zero = arith.constant(ir.F32Type.get(), 0.0)
         loaded = [(words(block), [b_fragments(block, g) for g in range(groups)]) for block in range(min(AHEAD, blocks))]
         for block in range(blocks):
@@ -220,14 +236,17 @@ def multiply(format: str, tokens: int, chunk: int, cols: int, rows: int, scale_b
             halves, b = loaded[block]
             pairs = [_to_f16(format, of_row) for of_row in halves]
             a = [[pairs[half][2 * k16 + k8] for k8 in range(2) for half in range(2)] for k16 in range(2)]
-            factors = [_scale(scale_words[half, block // per_load * per_load], block % per_load,
-                              SHIFT - E2M1_GAIN * packed) for half in range(2)]
+            if block % together == 0:
+                sums, factors = [[zero] * 4 for _ in range(groups)], scale_factors(block)
             for g in range(groups):
-                products = [zero] * 4
+                products = sums[g]
                 for k16 in range(2):
                     products = utils.inline_ptx(
                         _MMA, *a[k16], *b[g][2 * k16:2 * k16 + 2], *products, result_types=[ir.F32Type.get()] * 4,
                         convergent=True)
+                sums[g] = products
+                if (block + 1) % together:
+                    continue
                 for half in range(2):  # registers: columns by 8, then rows 0 and 8
                     pair = totals[2 * g + half]
                     for n in range(2):
@@ -272,13 +291,16 @@ def _scale(word: Int, byte: int, down: int) -> ir.Value:
     return llvm.intr_fma(bits.float(), arith.constant(f32, 2.0**-down - 1), bits.float())
 
 
-def multiply_plain(format: str, values, scales, operand, step, part, total, *, chunk: int, cols: int, rows: int):
+def multiply_plain(format, values, scales, begins, operand, step, part, total, *, chunk: int, cols: int, rows: int):
     """`multiply` for the interpreter: arrays instead of references."""
     matrices, blocks = 64 // rows, chunk // MX_BLOCK
     tokens, per_row = operand.shape[1], cols // MX_BLOCK
-    flat = scales.reshape(matrices, -1)[:, :rows * per_row].reshape(64, per_row)
-    mine = lax.dynamic_slice_in_dim(flat, step * blocks, blocks, 1)
-    factors = e8m0_to_f32(mine) * jnp.float32(2.0**-SHIFT)
+    if format == BLOCK128:
+        flat = lax.dynamic_slice_in_dim(scales.reshape(matrices, -1), begins, cols // 128, 1)
+        flat = jnp.repeat(jnp.repeat(flat, rows, axis=0), 4, axis=1)
+    else:
+        flat = e8m0_to_f32(scales.reshape(matrices, -1)[:, :rows * per_row].reshape(64, per_row))
+    factors = lax.dynamic_slice_in_dim(flat, step * blocks, blocks, 1) * jnp.float32(2.0**-SHIFT)
     columns = operand.astype(jnp.float32).swapaxes(0, 1).reshape(tokens, -1, MX_BLOCK)
     columns = lax.dynamic_slice_in_dim(columns, part * blocks, blocks, 1)
     elements = e2m1_from_codes(unpack_nibbles(values)) if STORED[format][1] == 2 else values.astype(jnp.float32)

@@ -25,7 +25,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_warp_decode.gradients import without_gradient
 from jax_warp_decode.kernels import checks, shared_mx, shared_simt
 from jax_warp_decode.kernels.expert_index import ExpertIndex
-from jax_warp_decode.kernels.shared_common import ROWS, TILE, SharedConfig, plan_tables, scale_lines, table_lengths
+from jax_warp_decode.kernels.shared_common import (
+    BLOCK128,
+    ROWS,
+    TILE,
+    SharedConfig,
+    plan_tables,
+    scale_lines,
+    table_lengths,
+)
 from jax_warp_decode.kernels.simt import WARPGROUP
 from jax_warp_decode.kernels.tile import MX_BLOCK
 
@@ -55,7 +63,8 @@ def build(name: str, slots: int, source_rows: int, index: ExpertIndex, n: int, c
     stored = chunk // packing  # array elements of a row of a stage
     row_bytes = stored * jnp.dtype(dtype).itemsize
     swizzle = next(s for s in (128, 64, 32) if row_bytes % s == 0)
-    (lines, line), scale_buffers = scale_lines(cols, rows), config.scale_buffers(cols)
+    scale_buffers = config.scale_buffers(cols)
+    lines, line, scale_dtype = scale_lines(format, cols, rows) if scaled else (0, 0, None)
     lengths = table_lengths(slots, E, tokens)
     inline = functools.partial(_inline, interpret)
     alone = matrices == warpgroups == 1  # nothing to add: results go straight from registers to memory
@@ -102,6 +111,14 @@ def build(name: str, slots: int, source_rows: int, index: ExpertIndex, n: int, c
         begin = lax.div(cta * items, jnp.int32(ctas))
         end = lax.div((cta + jnp.int32(1)) * items, jnp.int32(ctas))
 
+        def scales_of(row):
+            """Of the rows from `row` on: their first line, and where in it they begin."""
+            if format != BLOCK128:
+                return lax.div(row, jnp.int32(MX_BLOCK)) * jnp.int32(cols // line), jnp.int32(0)
+            at = lax.div(row, jnp.int32(128)) * jnp.int32(cols // 128)
+            first = jnp.minimum(lax.div(at, jnp.int32(line)), jnp.int32(scale_refs[0].shape[0] - lines))
+            return first, at - first * jnp.int32(line)
+
         def row_block(item):
             """Of `rows` rows, in the flattened weights."""
             group = lax.div(item, jnp.int32(blocks))
@@ -125,7 +142,7 @@ def build(name: str, slots: int, source_rows: int, index: ExpertIndex, n: int, c
                     @pl.when(column == 0)  # the first warpgroup's
                     def _():
                         buffer, barrier = scales_at(item - begin)
-                        first = lax.div(row, jnp.int32(MX_BLOCK)) * jnp.int32(cols // line)
+                        first, _ = scales_of(row)
                         for m, ref in enumerate(scale_refs):
                             plgpu.copy_gmem_to_smem(ref.at[pl.ds(first, lines)], buffer.at[m], barrier)
 
@@ -134,15 +151,15 @@ def build(name: str, slots: int, source_rows: int, index: ExpertIndex, n: int, c
             tile = lax.cond(last & (following < end), lambda: row_block(following), lambda: tile)
             return following, jnp.where(last, jnp.int32(0), turn + jnp.int32(1)), tile
 
-        def multiply(item, panel, turn, stage, cursor, accumulator, total=None):
+        def multiply(item, begins, panel, turn, stage, cursor, accumulator, total=None):
             """One stage. `accumulator` holds the sums of bfloat16 weights, `total` those of others."""
             part = turn * jnp.int32(warpgroups) + wg
             k = panel * jnp.int32(steps_per_panel * warpgroups) + part
             plgpu.barrier_wait(full_at(stage))
             if scaled:
-                total = _multiply(interpret, ring.at[stage], scales_at(item - begin)[0], operand, k, part, total,
-                                  format=format, tokens=tokens, chunk=chunk, cols=cols, rows=rows,
-                                  scale_bytes=lines * line, swizzle=swizzle)
+                total = _multiply(interpret, ring.at[stage], scales_at(item - begin)[0], begins, operand, k, part,
+                                  total, format=format, tokens=tokens, chunk=chunk, cols=cols, rows=rows,
+                                  scale_bytes=lines * line * scale_dtype.itemsize, swizzle=swizzle)
                 free = stage
             else:
                 for tile in range(chunk // TILE):
@@ -175,7 +192,7 @@ def build(name: str, slots: int, source_rows: int, index: ExpertIndex, n: int, c
 
                     carry = lax.fori_loop(
                         jnp.int32(0), jnp.int32(steps_per_panel),
-                        lambda turn, c: multiply(item, p, turn, *c[:2], accumulator, *c[2:])[:len(c)], carry)
+                        lambda turn, c: multiply(item, begins, p, turn, *c[:2], accumulator, *c[2:])[:len(c)], carry)
                     if config.panels > 1 and not scaled:
                         plgpu.wgmma_wait(0)  # before the next panel
                     return carry
@@ -184,9 +201,10 @@ def build(name: str, slots: int, source_rows: int, index: ExpertIndex, n: int, c
                     return panel(jnp.int32(0), carry)
                 return lax.fori_loop(jnp.int32(0), jnp.int32(config.panels), panel, carry)
 
+            first = (first_expert + expert) * jnp.int32(n) + row
+            begins = scales_of(first)[1] if scaled else jnp.int32(0)
             bias = ()
             if bias_refs and interpret is None:
-                first = (first_expert + expert) * jnp.int32(n) + row
                 bias = (_load_bias(biases, rows, scaled, first, wg, bias_refs),)
             if scaled:
                 plgpu.barrier_wait(scales_at(item - begin)[1])
@@ -223,7 +241,6 @@ def build(name: str, slots: int, source_rows: int, index: ExpertIndex, n: int, c
                 sums_of = [sum(load(w, m) for w in range(warpgroups)) for m in range(matrices)]
                 if interpret is not None:
                     tables = iter(bias_refs)
-                    first = (first_expert + expert) * jnp.int32(n) + row
                     sums_of = [total + next(tables)[pl.ds(first, rows)].astype(jnp.float32) if there else total
                                for there, total in zip(biases, sums_of, strict=True)]
                 result = finish(*sums_of)
@@ -261,7 +278,7 @@ def build(name: str, slots: int, source_rows: int, index: ExpertIndex, n: int, c
         plgpu.Barrier(num_arrivals=matrices, num_barriers=warpgroups * stages),
     ]
     if scaled:
-        scratch += [plgpu.SMEM((scale_buffers, matrices, lines, line), jnp.uint8),
+        scratch += [plgpu.SMEM((scale_buffers, matrices, lines, line), scale_dtype),
                     plgpu.Barrier(num_arrivals=matrices, num_barriers=scale_buffers)]
     if interpret is not None:
         scratch += [plgpu.SMEM((tokens, rows), out_dtype), plgpu.Barrier(num_arrivals=warpgroups)]
@@ -351,13 +368,13 @@ def _load_bias(present, rows, permuted, first, wg, refs):
     )(shared_simt.load_bias(present, rows, permuted))(first, wg, *refs)
 
 
-def _multiply(interpret, values, scales, operand, k, part, total, *, format, tokens, chunk, cols, rows, scale_bytes,
-              swizzle):
+def _multiply(interpret, values, scales, begins, operand, k, part, total, *, format, tokens, chunk, cols, rows,
+              scale_bytes, swizzle):
     if interpret is not None:
         return shared_mx.multiply_plain(
-            format, values[...], scales[...], operand[...], k, part, total, chunk=chunk, cols=cols, rows=rows)
+            format, values[...], scales[...], begins, operand[...], k, part, total, chunk=chunk, cols=cols, rows=rows)
     code = shared_mx.multiply(format, tokens, chunk, cols, rows, scale_bytes, swizzle)
     return plgpu.inline_mgpu(
-        arg_types=(_tiles(swizzle, 1), REF, _tiles(128, 2), SCALAR, SCALAR, plgpu.Layout.WGMMA),
+        arg_types=(_tiles(swizzle, 1), REF, SCALAR, _tiles(128, 2), SCALAR, SCALAR, plgpu.Layout.WGMMA),
         return_type=plgpu.ShapeDtypeStruct((ROWS, tokens), jnp.float32, plgpu.Layout.WGMMA),
-    )(code)(values, scales, operand, k, part, total)
+    )(code)(values, scales, begins, operand, k, part, total)
