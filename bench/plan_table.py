@@ -18,7 +18,7 @@ from jax_warp_decode.plan import expected_experts, expert_bytes
 from jax_warp_decode.presets import get_preset
 
 LAYERS = ("decode-*.json", "small_batch-*-uniform.json", "suite.json", "grouped_gemm-expert_centric.json",
-          "formats*.json")
+          "formats-*.json")
 DEVICE = "NVIDIA H200"
 MEMORY_BYTES = 143771 * 2**20  # nvidia-smi
 
@@ -36,11 +36,13 @@ def layers(results: pathlib.Path):
         if not meta["device"].startswith(DEVICE):
             continue
         for r in rows:
+            if path.stem.startswith("formats-"):  # one model and strategy, see bench/formats.py
+                r = dict(model=path.stem.removeprefix("formats-"), strategy="warp_decode", pattern="uniform") | r
             if r.get("pattern") != "uniform":
                 continue
-            if r["strategy"] == "read":
+            if r.get("strategy") == "read":
                 reads.append((r["unique_bytes"], r["us"]))
-            elif r["strategy"] in STRATEGIES:
+            elif r.get("strategy") in STRATEGIES:
                 keep(best, dict(model=r["model"], format=r["format"], tokens=r["batch"], strategy=r["strategy"],
                                 us=r["us"], bytes=r["unique_bytes"], source=path.name))
         used.append(path.name)

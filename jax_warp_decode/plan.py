@@ -243,7 +243,7 @@ def notes(table, preset, format, options, best):
         yield "Measured: this layer on one GPU."
     else:
         yield (f"Measured: plain reads at {table['read']['bytes_per_us'] / 1e6:.2f} TB/s; {source} layers at "
-               f"{share:.0%} of that with {load:.2g} pairs an expert.")
+               f"{share:.0%} of that, at the loads measured nearest to {load:.2g} pairs an expert.")
         yield "Extrapolated: the layer, from the bytes that the busiest GPU reads, with even routing."
     if source != format:
         yield f"Assumed: {format} layers reach the share of {source} ones, which were measured."

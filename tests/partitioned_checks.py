@@ -17,7 +17,7 @@ from jax_warp_decode import ArgumentError, ExpertWeights, UnsupportedError, exch
 from jax_warp_decode.formats import FORMATS
 from jax_warp_decode.layers import MoE
 from jax_warp_decode.module_sharding import module_specs, shard_module
-from jax_warp_decode.parallel import ExpertSharding
+from jax_warp_decode.parallel import ExpertSharding, moe_sharded
 from jax_warp_decode.partitioned import moe_partitioned
 
 plain = jax.jit(moe_partitioned, static_argnames=("strategy", "interpret"))
@@ -152,6 +152,16 @@ def test_a_module_on_a_mesh():
     np.testing.assert_allclose(np.asarray(step(state, x)), want, rtol=0, atol=1e-5 * np.abs(want).max())
     with pytest.raises(ArgumentError, match="module: got Linear, expected a module with experts"):
         shard_module(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), sharding)
+
+
+def test_a_layer_on_a_mesh_can_be_exported():
+    pytest.importorskip("flatbuffers")  # jax.export serialises with it
+    case = oracle.make_case(11, **SIZES, pattern="skipped")
+    sharding = LAYOUTS["DP2 x EP4"]()
+    args = place(case.args(), sharding)
+    layer = jax.jit(lambda *args: moe_sharded(*args, sharding, strategy="reference"))
+    again = jax.export.deserialize(jax.export.export(layer)(*args).serialize())
+    oracle.assert_close(jax.jit(again.call)(*args), case)
 
 
 # ------------------------------------------------------------------------------------- tokens on the experts' devices
