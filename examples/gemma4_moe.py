@@ -11,6 +11,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from gemma.gm.nn.gemma4 import _config, _modules, _moe, _transformer
 
@@ -69,10 +70,10 @@ def timed(model, params, tokens, repeat=5):
 def main():
     tokens = jax.random.randint(jax.random.key(1), (4, 2), 1, 512)
     model = make_model()
-    params = jax.jit(model.init)(jax.random.key(0), tokens)["params"]
-    # Initialised to zero or one, norms and scales would hide mistakes.
-    keys = iter(jax.random.split(jax.random.key(2), 1000))
-    params = jax.tree.map(lambda a: a + 0.1 * jax.random.normal(next(keys), a.shape, a.dtype), params)
+    # All random, norms and scales too, whose usual zeros and ones would hide mistakes.
+    rng = np.random.default_rng(2)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+    params = jax.tree.map(lambda a: jnp.asarray(rng.normal(0.5 if a.ndim == 1 else 0, 0.2, a.shape), a.dtype), shapes)
 
     before, before_ms = timed(model, params, tokens)
     _moe.MoERagged = WarpMoE  # what Gemma's blocks are built from
