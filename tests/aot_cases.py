@@ -62,7 +62,7 @@ def small(case, lanes=16):
         with tuning.override(*configs):
             return run(*args)
 
-    return name, run_small, args, limits
+    return f"{name}-lanes{lanes}", run_small, args, limits
 
 
 def format_cases():
@@ -73,6 +73,8 @@ def format_cases():
         yield *case[:3], case[3] | limits
     for fmt in ("mxfp8_e5m2", "nvfp4", "fp8_block128", "fp8_channel", "fp8_tensor", "int8_channel", "int4_group32"):
         yield small(layer_case("qwen3-30b", fmt, 1))
+    for fmt in ("mxfp4", "fp8_block128"):  # on tensor cores
+        yield small(layer_case("qwen3-30b", fmt, 1), lanes=4)
 
 
 def bias_cases():

@@ -45,8 +45,11 @@ class DownConfig:
     def heuristic(cls, T: int, K: int, H: int, I: int, itemsize: str) -> "DownConfig":
         """A good configuration for any shape the kernel takes; `itemsize` is the name of the format."""
         # From sweeps (bench/NOTES.md): with narrow weights, rows that share h pay once there are warps enough.
-        narrow = kernel_format.find(itemsize).narrow
+        spec = kernel_format.find(itemsize)
+        narrow = spec.narrow
         per_warp = next((r for r in (4, 2) if T * H >= 2048 * r), 1) if narrow else 2
+        # Lanes with long chunks meet 64 bytes of h each, and collide in L1: few lanes a row, and rows that share h.
+        per_warp *= max(1, spec.vec // 16) ** 2
         lanes, rows = tile.pick_tile(I, H, itemsize, per_warp)
         in_flight = 24 if rows == 1 else 12 if narrow or T > 1 else 8
         return cls(lanes, rows, unroll=min(K * RowTile(I, itemsize, lanes, rows).steps, max(1, in_flight // rows)))
