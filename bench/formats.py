@@ -101,7 +101,7 @@ class Task:
 
     def pairs(self, batch: int):
         p = self.preset
-        found = [candidates(kernel, T=batch, K=p.experts_per_token, H=p.hidden, I=p.intermediate, itemsize=self.format,
+        found = [candidates(kernel, T=batch, K=p.experts_per_token, H=p.hidden, I=p.intermediate, format=self.format,
                             most=8) for kernel in KERNELS]
         found = [[*configs, *itertools.starmap(type(configs[0]), FOUR_LANES)] for configs in found]
         return dict.fromkeys(itertools.islice(zip(*map(itertools.cycle, found), strict=False), max(map(len, found))))

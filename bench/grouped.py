@@ -23,39 +23,49 @@ import numpy as np
 from bench.small_batch import describe, errors, metadata
 from jax_warp_decode import moe
 from jax_warp_decode.activations import get_activation
-from jax_warp_decode.kernels.grouped_matmul import GroupedConfig
+from jax_warp_decode.kernels.grouped_config import GroupedConfig
 from jax_warp_decode.measure import inputs, timing
 from jax_warp_decode.paths import expert_centric, grouped_layer, grouped_plan
 from jax_warp_decode.presets import PRESETS, get_preset
 
 TOLERANCE = 1e-2  # relative L2 error
 LAYERS = 3
-STEPS = 10
-LIMIT_S = 60
+STEPS = 6
+LIMIT_S = 50
 MATMUL = 8192
-# Widths and stages to try besides the heuristic's, and format, tokens and tiles of each case.
-SMALL = (((16,), 6), ((32,), 5), ((16, 32), 6))
-LARGE = (((64, 128), 4), ((96, 192), 3), ((64, 144), 3))
+# What to try besides the heuristic's configuration, and format, tokens and trials of each case. A trial: widths,
+# stages, CTAs in a cluster, whether gate_up gathers, whether a kernel of its own makes the plan.
+SMALL = (((32,), 6, 1, False, True), ((32,), 6, 1, True, True), ((16, 32), 6, 1, False, True))
+ONE_CTA = (((64, 144), 3, 1, False, True), ((64, 144), 3, 1, True, True),
+           ((48, 96, 144), 3, 1, True, True))
+TWO_CTAS = (((144,), 3, 2, False, True), ((128, 144), 3, 2, False, True), ((128, 144), 3, 2, True, True),
+            ((64, 128), 4, 2, True, True), ((96, 128, 160), 3, 2, True, True))
 GROUPS = {
-    "bf16": [("bf16", 4096, LARGE), ("bf16", 8192, LARGE[:1]), ("bf16", 1024, ())],
-    "small": [(format, T, SMALL) for format in ("bf16", "mxfp8") for T in (32, 256)],
-    "mxfp8": [("mxfp8", 4096, LARGE), ("mxfp8", 8192, ()), ("mxfp8", 1024, ())],
+    "one_cta": [("bf16", 4096, ONE_CTA)],
+    "two_ctas": [("bf16", 4096, TWO_CTAS)],
+    "small": [(format, T, SMALL) for T in (32, 256) for format in ("bf16", "mxfp8")],
+    "mxfp8": [("mxfp8", 4096, (ONE_CTA[0], TWO_CTAS[1], TWO_CTAS[2]))],
+    "large": [("bf16", 8192, (ONE_CTA[0], *TWO_CTAS[1:3])), ("bf16", 1024, (((80,), 4, 1, True, True),))],
 }
 
 
-def variants(preset, format, T, tiles):
+def variants(preset, format, T, trials):
     """Name and layer (x, routing, experts) -> y of each way to run the case."""
     silu = get_activation("silu")
-    if format == "bf16":
+    if format == "bf16" and T in (32, 256, 1024):
         yield "stages", functools.partial(expert_centric.stages, activation=silu)
     heuristic = GroupedConfig.heuristic(
         T * preset.experts_per_token, preset.num_experts, grouped_layer.ITEMSIZE[format])
-    for config in dict.fromkeys([heuristic, *(GroupedConfig(*t) for t in tiles)]):
-        name = f"{'x'.join(map(str, config.widths))} stages {config.stages}"
-        yield name, grouped_layer.op(silu, (config, config))
+    yield f"heuristic {heuristic.widths} {heuristic.stages}", grouped_layer.op(silu)
+    for widths, stages, cluster, gathered, kernel in trials:
+        config = GroupedConfig(widths, stages, cluster=cluster)
+        name = f"{'x'.join(map(str, widths))} {stages}" + " cluster" * (cluster > 1) + " gather" * gathered + (
+            " plan" * kernel)
+        make_plan = grouped_plan.plan_on_gpu if kernel else grouped_plan.plan
+        yield name, grouped_layer.op(silu, (config, config), gathered, make_plan)
 
 
-def run_case(preset, experts, format, T, tiles):
+def run_case(preset, experts, format, T, trials):
     """A result per variant."""
     rng = np.random.default_rng(T)
     layers = [(inputs.make_x(jax.random.key(T + i), T, preset), inputs.make_routing(rng, T, preset, "uniform"), e)
@@ -77,7 +87,7 @@ def run_case(preset, experts, format, T, tiles):
         except Exception as error:
             return error
 
-    named = list(variants(preset, format, T, tiles))
+    named = list(variants(preset, format, T, trials))
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         compiled = list(pool.map(compile_one, [lower(layer) for _, layer in named]))
     calls, found = [], []
@@ -141,12 +151,12 @@ def child(options) -> int:
     if options.xla_plan:
         grouped_plan.plan_on_gpu = grouped_plan.plan
     format_of, experts = None, None
-    for format, T, tiles in GROUPS[options.child]:
+    for format, T, trials in GROUPS[options.child]:
         if format != format_of:
             format_of, experts = format, None  # the old ones go first
             experts = [inputs.make_experts(jax.random.key(i), preset, format) for i in range(LAYERS)]
         try:
-            for result in run_case(preset, experts, format, T, tiles):
+            for result in run_case(preset, experts, format, T, trials):
                 print(json.dumps(result), flush=True)
         except Exception as error:
             print(json.dumps(dict(format=format, tokens=T, error=describe(error))), flush=True)
@@ -156,7 +166,7 @@ def child(options) -> int:
 def describe_row(r) -> str:
     if "result" in r:
         return f"{r['variant']}: {r['result']}"
-    row = f"{r.get('format', ''):6} T={r.get('tokens', ''):<5} {r.get('variant', ''):22}"
+    row = f"{r.get('format', ''):6} T={r.get('tokens', ''):<5} {r.get('variant', ''):36}"
     if "us" in r:
         row += f"{r['us']:9.1f} us {r['tflops']:6.1f} TFLOP/s"
     if "relative_l2" in r:

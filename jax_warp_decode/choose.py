@@ -135,11 +135,11 @@ _SHARED_FIRST = ("shared_decode", "expert_centric", "warp_decode")
 _GROUPED_FIRST = ("expert_centric", "shared_decode", "warp_decode")
 
 # By weight format; another one takes those of the format with the nearest bits per value. That shared_decode wins up to
-# 8 (bf16) and 64 (mxfp8) pairs is as far as it was measured; 12 pairs is a guess.
+# 8 pairs is as far as it was measured; 12 and 64 pairs of mxfp8 are guesses.
 RANKINGS = {
-    "bf16": (Ranking(0.65, _WARP_FIRST), Ranking(2.0, _SHARED_THEN_WARP), Ranking(8.0, _SHARED_FIRST),
+    "bf16": (Ranking(0.5, _WARP_FIRST), Ranking(2.0, _SHARED_THEN_WARP), Ranking(8.0, _SHARED_FIRST),
              Ranking(math.inf, _GROUPED_FIRST)),
-    "mxfp8": (Ranking(0.8, _WARP_FIRST), Ranking(12.0, _SHARED_THEN_WARP), Ranking(64.0, _SHARED_FIRST),
+    "mxfp8": (Ranking(0.7, _WARP_FIRST), Ranking(12.0, _SHARED_THEN_WARP), Ranking(64.0, _SHARED_FIRST),
               Ranking(math.inf, _GROUPED_FIRST)),
 }
 

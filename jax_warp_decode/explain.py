@@ -39,7 +39,7 @@ def explain_config(experts: ExpertWeights, *, tokens: int, experts_per_token: in
         rows, cols = w.shape[-2:]
         checks.dimensions(name, cols, rows, checks.format_of(name, w))
     H, I, format = experts.hidden, experts.intermediate, experts.format
-    return {kernel: tuning.find(kernel, kind, None, format=format, itemsize=format, T=tokens, K=experts_per_token, H=H,
+    return {kernel: tuning.find(kernel, kind, None, format=format, T=tokens, K=experts_per_token, H=H,
                                 I=I) for kernel, kind in KERNELS.items()}
 
 

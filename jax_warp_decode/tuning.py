@@ -52,7 +52,7 @@ def override(*configs):
       >>> from jax_warp_decode import tuning
       >>> from jax_warp_decode.kernels import DownConfig
       >>> with tuning.override(DownConfig(lanes=32, rows=1, unroll=4)):
-      ...     tuning.find("moe_down", DownConfig, None, format="bf16", itemsize=2, T=1, K=8, H=2048, I=768)
+      ...     tuning.find("moe_down", DownConfig, None, format="bf16", T=1, K=8, H=2048, I=768)
       Found(config=DownConfig(lanes=32, rows=1, unroll=4), source='tuning.override')
     """
     for config in configs:
@@ -62,15 +62,14 @@ def override(*configs):
     return _overrides((*configs, *_overrides.value))
 
 
-def find(kernel: str, kind: type, config, *, format: str, itemsize: int, T: int, K: int, H: int, I: int) -> Found:
+def find(kernel: str, kind: type, config, *, format: str, T: int, K: int, H: int, I: int) -> Found:
     """The configuration of one kernel call, see the module docstring.
 
     Args:
       kernel: "moe_gate_up" or "moe_down", a key of `WALKS`.
-      kind: its config class, with a classmethod `heuristic(T, K, H, I, itemsize)`.
+      kind: its config class, with a classmethod `heuristic(T, K, H, I, format)`.
       config: the caller's own choice, or None.
       format: of the weights, see `experts.weight_format`.
-      itemsize: bytes per stored weight.
       T, K, H, I: tokens, experts per token, hidden and intermediate size.
 
     Raises:
@@ -83,15 +82,15 @@ def find(kernel: str, kind: type, config, *, format: str, itemsize: int, T: int,
             return Found(config, "tuning.override")
     device = device_kind()
     if device is None:
-        return Found(kind.heuristic(T, K, H, I, itemsize), "heuristic: no GPU, so no measurement applies")
+        return Found(kind.heuristic(T, K, H, I, format), "heuristic: no GPU, so no measurement applies")
     for table in (user_table(device), packaged_table(device)):
         measured = table and table.shapes.get((kernel, format, H, I, K))
         nearest = measured and nearest_tokens(measured, T)
         if nearest:
             entry = measured[nearest]
-            found = _make(kind, entry, table, itemsize)
+            found = _make(kind, entry, table)
             return Found(found, f"{table.path}, measured with T={nearest}, jax {entry.jax}, {entry.date[:10]}")
-    return Found(kind.heuristic(T, K, H, I, itemsize),
+    return Found(kind.heuristic(T, K, H, I, format),
                  f"heuristic: nothing measured on {device} for {format} H={H} I={I} K={K} near T={T}")
 
 
@@ -113,14 +112,14 @@ def nearest_tokens(measured, T: int) -> int | None:
     return best if ratio(best) <= MOST_RATIO else None
 
 
-def check_fits(kernel: str, config, *, H: int, I: int, itemsize: int) -> None:
+def check_fits(kernel: str, config, *, H: int, I: int, format: str) -> None:
     """Raises `ArgumentError` if a configuration does not divide the work of a kernel."""
     weight, cols, n = WALKS[kernel]
     sizes = dict(H=H, I=I)
-    checks.config_fits(weight, RowTile(sizes[cols], itemsize, config.lanes, config.rows), sizes[n], config.unroll)
+    checks.config_fits(weight, RowTile(sizes[cols], format, config.lanes, config.rows), sizes[n], config.unroll)
 
 
-def _make(kind: type, entry: Entry, table: Table, itemsize: int):
+def _make(kind: type, entry: Entry, table: Table):
     fields = {f.name: f.type for f in dataclasses.fields(kind)}
     wrong = [name for name, value in entry.config.items() if not isinstance(value, fields.get(name, ()))]
     if wrong:
@@ -128,7 +127,7 @@ def _make(kind: type, entry: Entry, table: Table, itemsize: int):
                                   f"fields {sorted(fields)} of {kind.__name__}")
     try:
         config = kind(**entry.config)
-        check_fits(entry.kernel, config, H=entry.H, I=entry.I, itemsize=itemsize)
+        check_fits(entry.kernel, config, H=entry.H, I=entry.I, format=entry.format)
     except (ArgumentError, TypeError) as error:
         raise refused(table.path, f"holds a configuration that does not fit ({error})") from None
     return config

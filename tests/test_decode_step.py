@@ -133,9 +133,12 @@ def test_dense_rows_is_the_exact_product_rounded_once(tokens):
 
 
 def test_rms_norm_of_an_odd_size():
-    x, gain = (np.random.default_rng(0).normal(size=s).astype(np.float32) for s in ((2, 48), (48,)))
-    want = x / np.sqrt((x.astype(np.float64)**2).mean(-1, keepdims=True) + 1e-6) * gain
-    np.testing.assert_allclose(rms_norm(jnp.asarray(x), jnp.asarray(gain), eps=1e-6, interpret=True), want, rtol=1e-6)
+    x, delta, gain = np.random.default_rng(0).normal(size=(3, 2, 48)).astype(np.float32)
+    total = x.astype(np.float64) + delta
+    want = total / np.sqrt((total**2).mean(-1, keepdims=True) + 1e-6) * gain[0]
+    got = rms_norm((jnp.asarray(x), jnp.asarray(delta)), jnp.asarray(gain[0]), eps=1e-6, interpret=True)
+    # A sum of two that cancels keeps the rounding of its terms.
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_p():

@@ -10,7 +10,7 @@ import pytest
 
 from jax_warp_decode import moe
 from jax_warp_decode.activations import get_activation
-from jax_warp_decode.kernels.grouped_matmul import GroupedConfig
+from jax_warp_decode.kernels.grouped_config import GroupedConfig
 from jax_warp_decode.paths import expert_centric, grouped_layer, grouped_plan
 from jax_warp_decode.routing import Routing
 
@@ -44,13 +44,14 @@ def test_layer_matches_the_oracle(shape, tokens, weights):
 
 
 @pytest.mark.parametrize("weights", ["bf16", "mxfp8"])
-@pytest.mark.parametrize("widths,stages", [((16,), 2), ((16, 48), 5), ((80, 160), 3), ((64, 128, 192), 2)])
-def test_tiles(widths, stages, weights):
+@pytest.mark.parametrize("gathered,cluster", [(False, 1), (True, 1), (False, 2), (True, 2)])
+@pytest.mark.parametrize("widths,stages", [((16,), 3), ((16, 48), 5), ((80, 160), 3)])
+def test_tiles(widths, stages, gathered, cluster, weights):
     """One expert with most of the tokens, others with few or none."""
     case = make("least", 700, weights=weights, pattern="skipped")
     x, routing, experts = case.args()
-    config = GroupedConfig(widths, stages, ctas=7)
-    run = jax.jit(grouped_layer.op(get_activation("silu"), (config, config)))
+    config = GroupedConfig(widths, stages, ctas=6, cluster=cluster)
+    run = jax.jit(grouped_layer.op(get_activation("silu"), (config, config), gathered))
     want = np.asarray(run(x, routing, experts))
     assert_close(jnp.asarray(want).astype(x.dtype), case)
     for _ in range(20):

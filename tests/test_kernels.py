@@ -167,12 +167,12 @@ def test_the_kernels_refuse_gradients_by_name():
 
 def test_the_heuristics_fit_every_shape():
     """Any multiple of 32 is walked without a padded copy, by both kernels, at any number of tokens."""
-    for itemsize in (1, 2):
+    for format in ("mxfp8", "bf16"):
         for cols in range(64, 4096, 32):
             for n in (32, 96, 704, 2880, 4096):
                 for tokens in (1, 3, 64):
-                    config = DownConfig.heuristic(tokens, 4, n, cols, itemsize)
-                    rows = tile.RowTile(cols, itemsize, config.lanes, config.rows)
+                    config = DownConfig.heuristic(tokens, 4, n, cols, format)
+                    rows = tile.RowTile(cols, format, config.lanes, config.rows)
                     assert n % rows.out_rows == 0 and rows.step <= cols and config.unroll >= 1, (config, cols, n)
 
 

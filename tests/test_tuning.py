@@ -34,7 +34,7 @@ def entry(lanes=32, rows=1, unroll=2, **changes):
 
 
 def find(config=None, **changes):
-    return tuning.find("moe_down", DownConfig, config, itemsize=2, **SHAPE | changes)
+    return tuning.find("moe_down", DownConfig, config, **SHAPE | changes)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def files(tmp_path, monkeypatch):
 
 def test_the_first_source_that_has_a_configuration_wins(files, monkeypatch):
     user, packaged = files
-    heuristic = DownConfig.heuristic(1, 2, 256, 64, 2)
+    heuristic = DownConfig.heuristic(1, 2, 256, 64, "bf16")
     assert find().config == heuristic and find().source.startswith("heuristic")
     tuned_table.write_entries(packaged, DEVICE, [entry(lanes=8, unroll=1)])
     assert find().config == DownConfig(8, 1, 1) and "packaged.json" in find().source
@@ -155,8 +155,7 @@ def test_the_tables_that_ship_hold_configurations_that_fit(monkeypatch):
         for shape, by_tokens in tuned_table.packaged_table(device).shapes.items():
             kernel, format, H, I, K = shape
             for T in by_tokens:
-                itemsize = 1 if format == "mxfp8" else 2
-                found = tuning.find(kernel, KERNELS[kernel], None, format=format, itemsize=itemsize, T=T, K=K, H=H, I=I)
+                found = tuning.find(kernel, KERNELS[kernel], None, format=format, T=T, K=K, H=H, I=I)
                 assert path.name in found.source
 
 
@@ -229,11 +228,11 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=str)
 def test_candidates_fit_every_preset(preset):
-    for kernel, itemsize, T in itertools.product(KERNELS, (1, 2), (1, 8)):
-        sizes = dict(H=preset.hidden, I=preset.intermediate, itemsize=itemsize)
+    for kernel, format, T in itertools.product(KERNELS, ("mxfp8", "bf16"), (1, 8)):
+        sizes = dict(H=preset.hidden, I=preset.intermediate, format=format)
         found = candidates(kernel, T=T, K=preset.experts_per_token, **sizes)
         assert found[0] == KERNELS[kernel].heuristic(T, preset.experts_per_token, preset.hidden, preset.intermediate,
-                                                     itemsize)
+                                                     format)
         assert len(set(found)) == len(found) <= 16 and (len(found) > 8 or preset.name == "tiny-docs")
         for config in found:
             tuning.check_fits(kernel, config, **sizes)
@@ -247,7 +246,7 @@ def test_candidates_can_be_traced(preset):
     calls = {"moe_gate_up": (moe_gate_up_3d_batched, (S((1, H), jnp.bfloat16), ids, *[S((E, I, H), jnp.bfloat16)] * 2)),
              "moe_down": (moe_down_3d_batched, (S((1, K, I), jnp.float32), ids, weights, S((E, H, I), jnp.bfloat16)))}
     for kernel, (function, args) in calls.items():
-        found = candidates(kernel, T=1, K=K, H=H, I=I, itemsize=2)
+        found = candidates(kernel, T=1, K=K, H=H, I=I, format="bf16")
         for config in (found[turn % len(found)], found[(turn + 7) % len(found)]):
             jax.eval_shape(functools.partial(function, config=config), *args)
 

@@ -93,12 +93,17 @@ def _partial_kernel(heads_ref, q_gain_ref, k_gain_ref, cos_ref, sin_ref, lengths
     plgpu.store(sum_ref.at[row, queries, split], total, mask=real[:, 0])
 
 
-def _combine_kernel(out_ref, top_ref, sum_ref, y_ref):
+def _combine_kernel(lengths_ref, out_ref, top_ref, sum_ref, y_ref, *, block, splits):
     row, head = pl.program_id(0), pl.program_id(1)
-    top = top_ref[row, head, :]
+    length = lengths_ref[row]
+    blocks = jnp.maximum(pl.cdiv(pl.cdiv(length, splits), block), 1)
+    used = jnp.arange(splits, dtype=jnp.int32) < jnp.maximum(pl.cdiv(length, blocks * block), 1)  # others are not read
+    every = pl.ds(0, splits)
+    top = plgpu.load(top_ref.at[row, head, every], mask=used, other=NEVER)
     weights = jnp.exp(top - jnp.max(top, axis=-1))
-    total = jnp.sum(sum_ref[row, head, :] * weights, axis=-1)
-    y_ref[row, head, :] = (jnp.sum(out_ref[row, head, :, :] * weights[:, None], axis=0) / total).astype(y_ref.dtype)
+    total = jnp.sum(plgpu.load(sum_ref.at[row, head, every], mask=used, other=0.0) * weights, axis=-1)
+    out = plgpu.load(out_ref.at[row, head, every, :], mask=used[:, None], other=0.0)
+    y_ref[row, head, :] = (jnp.sum(out * weights[:, None], axis=0) / total).astype(y_ref.dtype)
 
 
 def splits_of(batch: int, key_heads: int, positions: int, block: int) -> int:
@@ -137,7 +142,7 @@ def attend(
       >>> from jax_warp_decode.kernels.attend import attend
       >>> heads, gain, cache = jnp.ones((1, 4, 32)), jnp.ones(32), jnp.zeros((1, 1, 64, 32))
       >>> turned = jnp.ones((1, 16)), jnp.zeros((1, 16))
-      >>> y, k, v = attend(heads, gain, gain, turned, cache, cache, jnp.array([0]), eps=1e-6, interpret=True)
+      >>> y, k, v = attend(heads, gain, gain, turned, cache, cache, jnp.array([0]), eps=0.0, interpret=True)
       >>> y.shape, float(y[0, 0, 0]), float(k[0, 0, 0, 0]), float(v[0, 0, 1, 0])
       ((1, 2, 32), 1.0, 1.0, 0.0)
     """
@@ -158,13 +163,13 @@ def attend(
         name="decode_attention_partial",
     )(heads, q_gain, k_gain, cos, sin, lengths, k_cache, v_cache)
     y = pl.pallas_call(
-        _combine_kernel,
+        functools.partial(_combine_kernel, block=block, splits=splits),
         grid=(B, N),
         out_shape=jax.ShapeDtypeStruct((B, N, D), heads.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=4),
         interpret=interpret,
         name="decode_attention_combine",
-    )(*partial)
+    )(lengths, *partial)
     return y, k_cache, v_cache
 
 

@@ -42,17 +42,17 @@ class DownConfig:
     unroll: int
 
     @classmethod
-    def heuristic(cls, T: int, K: int, H: int, I: int, itemsize: str) -> "DownConfig":
-        """A good configuration for any shape the kernel takes; `itemsize` is the name of the format."""
+    def heuristic(cls, T: int, K: int, H: int, I: int, format: str) -> "DownConfig":
+        """A good configuration for any shape the kernel takes."""
         # From sweeps (bench/NOTES.md): with narrow weights, rows that share h pay once there are warps enough.
-        spec = kernel_format.find(itemsize)
+        spec = kernel_format.find(format)
         narrow = spec.narrow
         per_warp = next((r for r in (4, 2) if T * H >= 2048 * r), 1) if narrow else 2
         # Lanes with long chunks meet 64 bytes of h each, and collide in L1: few lanes a row, and rows that share h.
         per_warp *= max(1, spec.vec // 16) ** 2
-        lanes, rows = tile.pick_tile(I, H, itemsize, per_warp)
+        lanes, rows = tile.pick_tile(I, H, format, per_warp)
         in_flight = 24 if rows == 1 else 12 if narrow or T > 1 else 8
-        return cls(lanes, rows, unroll=min(K * RowTile(I, itemsize, lanes, rows).steps, max(1, in_flight // rows)))
+        return cls(lanes, rows, unroll=min(K * RowTile(I, format, lanes, rows).steps, max(1, in_flight // rows)))
 
 
 @functools.cache
@@ -165,7 +165,7 @@ def moe_down_3d_batched(
     if T * K * index.num_experts == 0:
         return jnp.zeros((T, H), out_dtype)
     checks.dimensions("w_down", I, H, format)
-    found = tuning.find("moe_down", DownConfig, config, format=format, itemsize=format, T=T, K=K, H=H, I=I)
+    found = tuning.find("moe_down", DownConfig, config, format=format, T=T, K=K, H=H, I=I)
     config = checks.config_type(found.config, DownConfig)
     rows = RowTile(I, format, config.lanes, config.rows, h.dtype, bool(interpret))
     checks.config_fits("w_down", rows, H, config.unroll)

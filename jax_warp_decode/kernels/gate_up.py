@@ -42,15 +42,15 @@ class GateUpConfig:
     unroll: int
 
     @classmethod
-    def heuristic(cls, T: int, K: int, H: int, I: int, itemsize: str) -> "GateUpConfig":
-        """A good configuration for any shape the kernel takes; `itemsize` is the name of the format."""
+    def heuristic(cls, T: int, K: int, H: int, I: int, format: str) -> "GateUpConfig":
+        """A good configuration for any shape the kernel takes."""
         # Converting narrow weights costs more than loading x, so that rows which share x pay (bench/NOTES.md). The
         # H200 wants a thousand warps and more to keep its memory busy.
-        narrow = kernel_format.find(itemsize).narrow
+        narrow = kernel_format.find(format).narrow
         per_warp = next((r for r in (4, 2) if T * K * I >= 1024 * r), 1) if narrow else 1
-        lanes, rows = tile.pick_tile(H, I, itemsize, per_warp)
+        lanes, rows = tile.pick_tile(H, I, format, per_warp)
         in_flight = 16 if narrow else 8
-        return cls(lanes, rows, unroll=min(RowTile(H, itemsize, lanes, rows).steps, max(1, in_flight // (2 * rows))))
+        return cls(lanes, rows, unroll=min(RowTile(H, format, lanes, rows).steps, max(1, in_flight // (2 * rows))))
 
 
 @functools.cache
@@ -157,7 +157,7 @@ def moe_gate_up_3d_batched(
     if T * K * index.num_experts == 0:
         return jnp.zeros((T, K, I), out_dtype)
     checks.dimensions(name, H, I, format)
-    found = tuning.find("moe_gate_up", GateUpConfig, config, format=format, itemsize=format, T=T, K=K, H=H, I=I)
+    found = tuning.find("moe_gate_up", GateUpConfig, config, format=format, T=T, K=K, H=H, I=I)
     config = checks.config_type(found.config, GateUpConfig)
     rows = RowTile(H, format, config.lanes, config.rows, x.dtype, bool(interpret))
     checks.config_fits(name, rows, I, config.unroll)

@@ -10,10 +10,9 @@ copies and two multiply, 64 + 64 weight rows each:
 
 The ring never drains between items. A tile with few rows takes a narrower product, the least of `widths` that holds it.
 What a copy reads beyond a group's last row goes to columns of the product that are not stored: rows are independent.
-The rows of a group start at a multiple of 8, so that whole swizzled blocks of 8 rows can be stored; see `plan_tiles`.
+The rows of a group start at a multiple of 8, so that whole swizzled blocks of 8 rows can be stored; see `grouped_plan`.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -25,62 +24,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_warp_decode.activations import Activation
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.gradients import without_gradient
-from jax_warp_decode.kernels import checks, grouped_simt
+from jax_warp_decode.kernels import checks, grouped_simt, shared_simt
+from jax_warp_decode.kernels.grouped_config import (
+    BLOCK,
+    FIELDS,
+    PART,
+    ROW_ALIGNMENT,
+    TILE,
+    WARPGROUPS,
+    GroupedConfig,
+)
 from jax_warp_decode.kernels.tile import MX_BLOCK, e8m0_to_f32
 
-WARPGROUPS = 2  # that multiply
-PART = 64  # weight rows of a product, the M of wgmma
-BLOCK = 2 * WARPGROUPS * PART  # weight rows of an item
-TILE = 64  # columns of a stage: 128 bytes of bfloat16
-ROW_ALIGNMENT = 8  # of the first row of a group
 REGISTERS = {False: (40, 232), True: (56, 224)}  # of a thread that requests copies and of one that multiplies
-SHARED_BYTES = 227 * 1024
-FIELDS = 5  # of a tile: expert, its first tile, its tiles, its first row, its rows
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupedConfig:
-    """Tiles of one kernel.
-
-    Attributes:
-      widths: rows of a tile, the N of wgmma, ascending: multiples of 16, at most 192.
-      stages: depth of the ring in shared memory.
-      ctas: resident CTAs, one per SM.
-    """
-
-    widths: tuple[int, ...]
-    stages: int
-    ctas: int = 132
-
-    def shared_bytes(self, itemsize: int) -> int:
-        """Shared memory of a CTA: the ring, a block of results per warpgroup, and barriers; itemsize is a weight's."""
-        ring = self.stages * (BLOCK * itemsize + self.widths[-1] * 2) * TILE
-        return ring + WARPGROUPS * self.widths[-1] * PART * 2 + 2048
-
-    def check(self, itemsize: int) -> None:
-        widths = self.widths
-        if not (widths and list(widths) == sorted(set(widths)) and all(w % 16 == 0 for w in widths)
-                and 16 <= widths[0] and widths[-1] <= 192 and 2 <= self.stages <= 16 and self.ctas >= 1):
-            raise ArgumentError(f"config: got {self}; widths must ascend in multiples of 16 up to 192, stages 2 to 16")
-        if self.shared_bytes(itemsize) > SHARED_BYTES:
-            raise ArgumentError(
-                f"config: {self} takes {self.shared_bytes(itemsize)} bytes of shared memory, a CTA has {SHARED_BYTES}")
-
-    @classmethod
-    def heuristic(cls, slots: int, experts: int, itemsize: int = 2) -> "GroupedConfig":
-        """For `slots` rows in `experts` groups of about the same size.
-
-        Example:
-          >>> GroupedConfig.heuristic(slots=4096 * 8, experts=128)
-          GroupedConfig(widths=(80, 160), stages=3, ctas=132)
-        """
-        mean = slots / experts
-        most = mean + 2 * mean**0.5  # holds 97 % of the groups under uniform routing
-        tiles = -(-most // 192)
-        wide = min(192, max(32, -(-int(most / tiles + 1) // 32) * 32))
-        widths = (wide // 2, wide) if wide >= 64 else (wide,)
-        stages = next(s for s in range(6, 1, -1) if cls(widths, s).shared_bytes(itemsize) <= SHARED_BYTES)
-        return cls(widths, stages)
 
 
 @functools.cache
@@ -88,7 +44,7 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
           gathered: bool, config: GroupedConfig, interpret):
     """The kernel: (tiles, total, *token, rows, *weights, *scales, *biases) -> bfloat16 [R, n].
 
-        tiles int32 [FIELDS * most], total int32 [1]   from `plan_tiles`
+        tiles int32 [FIELDS * most], total int32 [1]   from `grouped_plan`
         rows bfloat16 [R, cols]                        groups start at multiples of 8; R at least widths[-1]
         token int32 [R], rows bfloat16 [T, cols]       if `gathered`: row r is rows[token[r]]
         weights `matrices` x bfloat16 or float8_e4m3fn [E, n, cols]
@@ -103,8 +59,11 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
       activation: what follows the product, None for nothing.
     """
     config.check(itemsize)
+    if gathered and config.stages < 3:
+        raise ArgumentError(f"config: got {config}; with gathered rows, stages must be 3 at least")
     scaled = itemsize == 1
-    widths, stages, ctas = config.widths, config.stages, config.ctas
+    widths, stages, cluster = config.widths, config.stages, config.cluster
+    clusters = config.ctas // cluster
     steps = -(-cols // TILE)
     block = BLOCK // matrices
     blocks = -(-n // block)
@@ -124,20 +83,25 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
         bias_refs, refs = refs[:biases], refs[biases:]
         out_ref, weight_ring, row_ring, staging, full, empty, *widened = refs
         wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
+        peer = lax.axis_index("peer") if cluster > 1 else jnp.int32(0)
         items = total_ref[0] * jnp.int32(blocks)
-        mine = lax.div(items - cta + jnp.int32(ctas - 1), jnp.int32(ctas))
+        mine = lax.div(items - cta + jnp.int32(clusters - 1), jnp.int32(clusters))
 
         def tile(i):
             """Of the CTA's i-th item: expert, first weight row of the block, first row, rows."""
-            item = cta + i * jnp.int32(ctas)
+            item = cta + i * jnp.int32(clusters)
             group = lax.div(item, jnp.int32(blocks)) * jnp.int32(FIELDS)
             expert, first, count, start, rows = (tiles_ref[group + jnp.int32(f)] for f in range(FIELDS))
             # The tiles of an expert follow each other on the same weights, which come from L2 then.
             local = item - first * jnp.int32(blocks)
             at = lax.div(local, count)
             number = local - at * count
-            done = number * jnp.int32(widest)
-            return expert, at * jnp.int32(block), start + done, jnp.minimum(rows - done, jnp.int32(widest))
+            done = number * jnp.int32(config.widest)
+            rows = jnp.minimum(rows - done, jnp.int32(config.widest))
+            if cluster > 1:  # the second CTA may have none, and helps with the weights
+                half = lax.div(rows + jnp.int32(2 * ROW_ALIGNMENT - 1), jnp.int32(2 * ROW_ALIGNMENT)) * ROW_ALIGNMENT
+                done, rows = done + peer * half, jnp.clip(rows - peer * half, jnp.int32(0), half)
+            return expert, at * jnp.int32(block), start + done, rows
 
         def first(step):
             return lax.rem(step, jnp.int32(stages))
@@ -165,7 +129,8 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
                 columns = pl.ds(k * jnp.int32(TILE), TILE)
                 for m, ref in enumerate(weight_refs):
                     plgpu.copy_gmem_to_smem(ref.at[expert, pl.ds(weight_row, block), columns],
-                                            weight_ring.at[stage, pl.ds(m * block, block)], full.at[stage])
+                                            weight_ring.at[stage, pl.ds(m * block, block)], full.at[stage],
+                                            collective_axes="peer" if cluster > 1 else None)
                 return step, stage, columns
 
             def copy_item(i, _):
@@ -204,9 +169,19 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
                     _gathered(interpret, 0)
                     plgpu.barrier_arrive(full.at[first(mine * jnp.int32(steps) + jnp.int32(stages - 1))])
 
+            if cluster > 1:  # until nobody copies to this CTA or arrives here any more
+                total = mine * jnp.int32(steps)
+                lax.fori_loop(jnp.maximum(total - jnp.int32(stages), jnp.int32(0)), total,
+                              lambda step, _: plgpu.barrier_wait(empty.at[first(step)]), None)
+
         @pl.when(wg < WARPGROUPS)
         def _():
             plgpu.set_max_registers(consumer, action="increase")
+
+            def release(step):
+                if cluster > 1:
+                    _meet(interpret)
+                plgpu.barrier_arrive(empty.at[first(step)])
 
             def multiply(i, width, expert, weight_row):
                 """Sums float32 [64, width] of the warpgroup's two parts."""
@@ -231,16 +206,17 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
 
                         @pl.when(k > 0)
                         def _():
-                            plgpu.barrier_arrive(empty.at[first(step + jnp.int32(stages - 1))])
+                            release(step - jnp.int32(1))
 
                     lax.fori_loop(jnp.int32(0), jnp.int32(steps), one_step, None)
                     out = tuple(acc[...] for acc in sums)
-                    plgpu.barrier_arrive(empty.at[first(i * jnp.int32(steps) + jnp.int32(steps - 1))])
+                    release(i * jnp.int32(steps) + jnp.int32(steps - 1))
                     return out
 
                 def widened_products(*sums):
                     def one_step(k, scales):
-                        stage = first(i * jnp.int32(steps) + k)
+                        step = i * jnp.int32(steps) + k
+                        stage = first(step)
                         following = scales_of(jnp.minimum(k + jnp.int32(1), jnp.int32(steps - 1)))
                         plgpu.barrier_wait(full.at[stage])
                         n_operand = row_ring.at[stage, pl.ds(0, width)].transpose((1, 0))
@@ -250,7 +226,7 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
                             plgpu.wgmma(acc, operand, n_operand)
                         # Registers of operands must not change before; meanwhile the other warpgroup widens.
                         plgpu.wgmma_wait(0)
-                        plgpu.barrier_arrive(empty.at[stage])
+                        release(step)
                         return following
 
                     lax.fori_loop(jnp.int32(0), jnp.int32(steps), one_step, scales_of(jnp.int32(0)))
@@ -319,8 +295,10 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
         tiled(stages, widest, TILE),
         tiled(WARPGROUPS, widest, PART),
         plgpu.Barrier(num_arrivals=matrices + 1, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages) if cluster == 1
+        else plgpu.ClusterBarrier(collective_axes=("peer",), num_arrivals=WARPGROUPS, num_barriers=stages),
     ]
+    in_cluster = dict(cluster=(cluster,), cluster_names=("peer",)) if cluster > 1 else {}
     if scaled and interpret is not None:
         scratch.append(tiled(WARPGROUPS, 2, PART, TILE))
 
@@ -329,8 +307,9 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
         return plgpu.kernel(
             body,
             out_type=jax.ShapeDtypeStruct((operands[0].shape[0], n), jnp.bfloat16),
-            grid=(ctas,),
+            grid=(clusters,),
             grid_names=("cta",),
+            **in_cluster,
             num_threads=WARPGROUPS + 1,
             thread_name="wg",
             scratch_types=scratch,
@@ -348,6 +327,12 @@ def _transforms(itemsize):
 
 
 # ------------------------------------------------------------------------- inline code, or its form for the interpreter
+
+
+def _meet(interpret):
+    """A barrier among the threads of a warpgroup."""
+    if interpret is None:
+        plgpu.inline_mgpu()(shared_simt.barrier)()
 
 
 def _transpose(interpret, value, buffer, width):

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith, nvvm
 
 from jax_warp_decode.kernels import simt
-from jax_warp_decode.kernels.grouped_matmul import FIELDS, ROW_ALIGNMENT
+from jax_warp_decode.kernels.grouped_config import FIELDS, ROW_ALIGNMENT
 from jax_warp_decode.kernels.shared_simt import FULL_WARP
 from jax_warp_decode.kernels.simt import LANES, Int
 

@@ -227,12 +227,8 @@ KERNEL_FORMATS = {
     "int4_group32": _row("int4_group32", int4),
 }
 
-# What callers that know only the bytes per value mean.
-_BY_ITEMSIZE = {4: "f32", 2: "bf16", 1: "mxfp8"}
-
-
 @functools.cache
-def find(format: str | int, cols: int | None = None) -> KernelFormat:
+def find(format: str, cols: int | None = None) -> KernelFormat:
     """The row of a format (see `experts.weight_format` for the names); with shorter chunks if rows of `cols` are short.
 
     Example:
@@ -240,7 +236,7 @@ def find(format: str | int, cols: int | None = None) -> KernelFormat:
       >>> kernel_format.find("mxfp4").vec, kernel_format.find("mxfp4", cols=96).vec
       (32, 16)
     """
-    row = KERNEL_FORMATS[_BY_ITEMSIZE.get(format, format)]
+    row = KERNEL_FORMATS[format]
     while cols and LEAST_LANES * row.vec > cols:
         row = dataclasses.replace(row, vec=row.vec // 2, items=row.items // 2)
     return row

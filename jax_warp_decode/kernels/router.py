@@ -29,6 +29,8 @@ from jax_warp_decode.kernels.cluster_exchange import ClusterExchange, Interprete
 from jax_warp_decode.kernels.tile import LANES, LOAD_BYTES, WARPS, RowTile
 from jax_warp_decode.routers import Router, order_key
 
+FORMATS = {2: "bf16", 4: "f32"}  # of the weight, by its bytes per value
+
 MAX_EXPERTS, MAX_K = 512, 32
 CLUSTERS = (1, 2, 4, 8, 16)  # CTAs; CUDA promises 8 on every GPU that has clusters, Hopper and Blackwell have 16
 MAX_WARPGROUPS = 8  # 1024 threads
@@ -59,7 +61,7 @@ class RouterConfig:
         pairs = [(c, g) for c in CLUSTERS for g in range(1, 6) if E % (WARPS * c * g) == 0]
         cluster, warpgroups = min(pairs, key=lambda pair: (E > 2 * WARPS * math.prod(pair), -pair[0], -pair[1]))
         rows = E // (WARPS * cluster * warpgroups)
-        return cls(cluster, warpgroups, unroll=min(RowTile(H, itemsize, LANES, rows).steps, max(1, 8 // rows)))
+        return cls(cluster, warpgroups, unroll=min(RowTile(H, FORMATS[itemsize], LANES, rows).steps, max(1, 8 // rows)))
 
     def rows(self, E: int) -> int:
         """Experts per warp, or 0 if the experts cannot be spread evenly."""
@@ -113,7 +115,7 @@ def _to_float(key: jax.Array) -> jax.Array:
 @functools.cache
 def _build(T: int, E: int, H: int, K: int, itemsize: int, renormalize: bool, config: RouterConfig, interpret):
     """One jitted kernel per static configuration, so that equal layers share one trace and one compiled kernel."""
-    rows = RowTile(H, itemsize, LANES, config.rows(E))
+    rows = RowTile(H, FORMATS[itemsize], LANES, config.rows(E))
     ranking = _Ranking(E, config.rows(E))
     zero, one = np.float32(0), np.float32(1)
 
@@ -247,7 +249,7 @@ def moe_router(
             f"config: got {config}, expected cluster in {CLUSTERS} of at least {least}, warpgroups 1 to "
             f"{MAX_WARPGROUPS}, unroll from 1, and E / (4 * cluster * warpgroups) whole, up to {MAX_ROWS} for E = {E}")
     kernel = _build(T, E, H, k, itemsize, bool(renormalize), config, compat.interpret_params(interpret))
-    rows = RowTile(H, itemsize, LANES, config.rows(E))
+    rows = RowTile(H, FORMATS[itemsize], LANES, config.rows(E))
     ids, weights, *_ = kernel(rows.vector_operand(x), *rows.weight_operands(w_router[None]))
     return ids, weights
 

@@ -15,27 +15,27 @@ MOST_WASTE = 0.34  # of a row that a last step reads twice, see tile.pick_tile
 MOST = 16
 
 
-def candidates(kernel: str, *, T: int, K: int, H: int, I: int, itemsize: int, most: int = MOST) -> list:
+def candidates(kernel: str, *, T: int, K: int, H: int, I: int, format: str, most: int = MOST) -> list:
     """At most `most` configurations of a kernel that fit a shape, the heuristic's first.
 
     Example:
       >>> from jax_warp_decode.kernels import DownConfig
       >>> from jax_warp_decode.measure.candidates import candidates
-      >>> found = candidates("moe_down", T=1, K=8, H=2048, I=768, itemsize=1, most=3)
-      >>> len(found), found[0] == DownConfig.heuristic(T=1, K=8, H=2048, I=768, itemsize=1)
+      >>> found = candidates("moe_down", T=1, K=8, H=2048, I=768, format="mxfp8", most=3)
+      >>> len(found), found[0] == DownConfig.heuristic(T=1, K=8, H=2048, I=768, format="mxfp8")
       (3, True)
     """
     kind = KERNELS[kernel]
     by_loads = {loads: [] for loads in IN_FLIGHT}
     for lanes, rows, loads in itertools.product(LANES, ROWS, IN_FLIGHT):
         cols, weights, passes = (H, 2, 1) if kernel == "moe_gate_up" else (I, 1, K)
-        tile = RowTile(cols, itemsize, lanes, rows)
+        tile = RowTile(cols, format, lanes, rows)
         steps, (unroll, rest) = passes * tile.steps, divmod(loads, weights * rows)
         if rest or not unroll:
             continue
         config = kind(lanes, rows, min(unroll, steps))
         try:
-            tuning.check_fits(kernel, config, H=H, I=I, itemsize=itemsize)
+            tuning.check_fits(kernel, config, H=H, I=I, format=format)
         except ArgumentError:
             continue
         waste = tile.steps * tile.step / cols - 1
@@ -47,5 +47,5 @@ def candidates(kernel: str, *, T: int, K: int, H: int, I: int, itemsize: int, mo
         for place, (*cost, config) in enumerate(sorted(by_loads[loads], key=lambda c: c[:-1])):
             ranked.append((place // share, config))
     ranked.sort(key=lambda r: r[0])  # stable: within a round, in the order of IN_FLIGHT
-    heuristic = kind.heuristic(T, K, H, I, itemsize)
+    heuristic = kind.heuristic(T, K, H, I, format)
     return list(dict.fromkeys([heuristic, *(config for _, config in ranked)]))[:most]

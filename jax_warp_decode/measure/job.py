@@ -41,7 +41,7 @@ class Job:
 
     Attributes:
       preset: the sizes of the layer.
-      format: of the weights, "bf16" or "mxfp8".
+      format: of the weights, one of `inputs.FORMATS`.
       tokens: T.
       most: candidates per kernel.
     """
@@ -53,10 +53,6 @@ class Job:
 
     def __str__(self) -> str:
         return f"{self.preset.name} {self.format} T={self.tokens}"
-
-    @property
-    def itemsize(self) -> int:
-        return checks.weight_itemsize("w_gate", self.pool(1).w_gate)
 
     def check(self) -> None:
         """Raises `ArgumentError` or `UnsupportedError` unless the kernels can run this."""
@@ -72,13 +68,13 @@ class Job:
                                 f"E = {p.num_experts}")
         if self.format == "mxfp8" and (p.hidden % 32 or p.intermediate % 32):
             raise UnsupportedError(f"shape: got {_sizes(p)}, expected H and I in multiples of 32, the block of MXFP8")
-        checks.dimensions("w_gate", p.hidden, p.intermediate, self.itemsize)
-        checks.dimensions("w_down", p.intermediate, p.hidden, self.itemsize)
+        checks.dimensions("w_gate", p.hidden, p.intermediate, self.format)
+        checks.dimensions("w_down", p.intermediate, p.hidden, self.format)
 
     def candidates(self, kernel: str) -> list:
         p = self.preset
         return candidates(kernel, T=self.tokens, K=p.experts_per_token, H=p.hidden, I=p.intermediate,
-                          itemsize=self.itemsize, most=self.most)
+                          format=self.format, most=self.most)
 
     def pairs(self) -> list[tuple]:
         """(gate/up, down): every candidate of both kernels, the shorter list repeated."""

@@ -250,7 +250,7 @@ def _fused_layer(model, layer, x, delta, rotation, lengths, k_cache, v_cache):
         with jax.named_scope("output"):
             x = _project(model, (y.reshape(T, -1),), layer.w_o, residuals=(x, delta))
     with jax.named_scope("norm"):
-        h = rms_norm(x, layer.post_norm, eps=config.rms_norm_eps, interpret=model.interpret)
+        h = rms_norm((x,), layer.post_norm, eps=config.rms_norm_eps, interpret=model.interpret)
     delta, ids = _experts(model, layer, h)
     return x, delta, k, v, ids
 
@@ -258,6 +258,9 @@ def _fused_layer(model, layer, x, delta, rotation, lengths, k_cache, v_cache):
 def _project(model, xs, w, *, gain=None, residuals=(), out_dtype=None, name="dense_rows"):
     """`dense_rows`, or the same through XLA for sizes that it does not take."""
     (T, M), N = xs[0].shape, w.shape[0]
+    if T > 1 and gain is not None:  # every warp would norm every token: a launch of its own is cheaper
+        with jax.named_scope("norm"):
+            xs, gain = (rms_norm(xs, gain, eps=model.config.rms_norm_eps, interpret=model.interpret),), None
     if not dense_rows.refusal(T, N, M, w.dtype) and w.dtype == xs[0].dtype:
         return dense_rows.dense_rows(xs, w, gain=gain, eps=model.config.rms_norm_eps, residuals=residuals,
                                      out_dtype=out_dtype, name=name, interpret=model.interpret)

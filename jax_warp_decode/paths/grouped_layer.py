@@ -18,7 +18,7 @@ from jax import lax
 from jax_warp_decode.activations import Activation
 from jax_warp_decode.experts import ExpertWeights, weight_format
 from jax_warp_decode.kernels import grouped_matmul
-from jax_warp_decode.kernels.grouped_matmul import BLOCK, GroupedConfig
+from jax_warp_decode.kernels.grouped_config import BLOCK, GroupedConfig
 from jax_warp_decode.paths import grouped_plan
 from jax_warp_decode.routing import Routing
 
@@ -53,28 +53,29 @@ def temporary_bytes(tokens: int, experts_per_token: int, experts: ExpertWeights)
       >>> from jax_warp_decode import ExpertWeights
       >>> w, w_down = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((128, 768, 2048), (128, 2048, 768)))
       >>> temporary_bytes(4096, 8, ExpertWeights(w, w, w_down)) / 2**20
-      312.6875
+      312.3125
     """
     slots = tokens * experts_per_token
     config = GroupedConfig.heuristic(slots, experts.num_experts, ITEMSIZE[experts.format])
-    rows = grouped_plan.most_rows(slots, experts.num_experts, config.widths[-1])
+    rows = grouped_plan.most_rows(slots, experts.num_experts, config.widest)
     return 2 * rows * (2 * experts.hidden + experts.intermediate)
 
 
 @functools.cache
 def op(activation: Activation, configs: tuple[GroupedConfig, GroupedConfig] | None = None, gathered: bool = False,
-       interpret=None):
+       make_plan=grouped_plan.plan, interpret=None):
     """(x [T, H], routing, experts) -> float32 [T, H], with a rule for vmap.
 
     Args:
       configs: of gate_up and of down, None for the heuristic's. Their widest tiles must be equal.
+      make_plan: `grouped_plan.plan`, or `plan_on_gpu`.
       gathered: gate_up reads the rows of x by itself; else they are copied first.
     """
 
     @jax.custom_batching.custom_vmap
     def run(x, routing, experts):
         return layer(x, routing, experts, activation=activation, configs=configs, gathered=gathered,
-                     interpret=interpret)
+                     make_plan=make_plan, interpret=interpret)
 
     @run.def_vmap
     def _(size, mapped, x, routing, experts):
@@ -92,21 +93,22 @@ def op(activation: Activation, configs: tuple[GroupedConfig, GroupedConfig] | No
 
 
 def layer(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: Activation,
-          configs: tuple[GroupedConfig, GroupedConfig] | None = None, gathered: bool = False, interpret=None) -> jax.Array:
+          configs: tuple[GroupedConfig, GroupedConfig] | None = None, gathered: bool = False,
+          make_plan=grouped_plan.plan, interpret=None) -> jax.Array:
     """See `op`."""
     E, (T, K) = experts.num_experts, routing.ids.shape
     if configs is None:
         configs = (GroupedConfig.heuristic(T * K, E, ITEMSIZE[experts.format]),) * 2
     with jax.named_scope("plan"):
-        make_plan = grouped_plan.plan_on_gpu if interpret is None else grouped_plan.plan
-        plan = make_plan(routing.ids, E, configs[0].widths[-1])
+        plan = make_plan(routing.ids, E, configs[0].widest)
     with jax.named_scope("gather"):
         rows = (plan.token, x) if gathered else (x.at[plan.token].get(**IN_BOUNDS),)
     with jax.named_scope("gate_up"):
         h = _product("moe_grouped_gate_up", rows, plan, (experts.w_gate, experts.w_up), (experts.b_gate, experts.b_up),
                      activation, configs[0], interpret)
     with jax.named_scope("down"):
-        out = _product("moe_grouped_down", (h,), plan, (experts.w_down,), (experts.b_down,), None, configs[1], interpret)
+        out = _product("moe_grouped_down", (h,), plan, (experts.w_down,), (experts.b_down,),
+                       None, configs[1], interpret)
     with jax.named_scope("combine"):
         return combine(out, plan.position, routing, E)
 
@@ -135,8 +137,8 @@ def _product(name, rows, plan, weights, biases, activation, config, interpret):
         padded = n + -n % (BLOCK // matrices)
         operands += [jnp.zeros((E, padded), jnp.float32) if b is None
                      else jnp.pad(b.astype(jnp.float32), ((0, 0), (0, padded - n))) for _, b in named]
-    kernel = grouped_matmul.build(name, n, cols, itemsize, matrices, matrices * has_bias, activation, len(rows) > 1, config,
-                                  interpret)
+    kernel = grouped_matmul.build(
+        name, n, cols, itemsize, matrices, matrices * has_bias, activation, len(rows) > 1, config, interpret)
     return kernel(plan.tiles, plan.total, *rows, *operands)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_warp_decode.kernels import grouped_sort
-from jax_warp_decode.kernels.grouped_matmul import ROW_ALIGNMENT
+from jax_warp_decode.kernels.grouped_config import ROW_ALIGNMENT
 
 IN_BOUNDS = dict(mode="promise_in_bounds", wrap_negative_indices=False)
 
