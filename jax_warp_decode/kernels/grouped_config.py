@@ -1,0 +1,69 @@
+"""Sizes that the grouped kernels agree on, and their configuration."""
+
+import dataclasses
+import math
+
+from jax_warp_decode.errors import ArgumentError
+
+WARPGROUPS = 2  # that multiply
+PART = 64  # weight rows of a product, the M of wgmma
+BLOCK = 2 * WARPGROUPS * PART  # weight rows of an item
+TILE = 64  # columns of a stage: 128 bytes of bfloat16
+ROW_ALIGNMENT = 8  # of the first row of a group
+SHARED_BYTES = 227 * 1024
+FIELDS = 5  # of a tile: expert, its first tile, its tiles, its first row, its rows
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedConfig:
+    """Tiles of one kernel.
+
+    Attributes:
+      widths: rows of a tile, the N of wgmma, ascending: multiples of 16, at most 192.
+      stages: depth of the ring in shared memory.
+      ctas: resident CTAs, one per SM; a multiple of `cluster`.
+      cluster: CTAs that share the weights of their items, 1 or 2: a tile then has up to twice widths[-1] rows, half of
+        them for each.
+    """
+
+    widths: tuple[int, ...]
+    stages: int
+    ctas: int = 132
+    cluster: int = 1
+
+    @property
+    def widest(self) -> int:
+        """Rows of a tile."""
+        return self.widths[-1] * self.cluster
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """Shared memory of a CTA: the ring, a block of results per warpgroup, and barriers; itemsize is a weight's."""
+        ring = self.stages * (BLOCK * itemsize + self.widths[-1] * 2) * TILE
+        return ring + WARPGROUPS * self.widths[-1] * PART * 2 + 2048
+
+    def check(self, itemsize: int) -> None:
+        widths = self.widths
+        if not (widths and list(widths) == sorted(set(widths)) and all(w % 16 == 0 for w in widths)
+                and 16 <= widths[0] and widths[-1] <= 192 and 2 <= self.stages <= 16 and self.cluster in (1, 2)
+                and self.ctas >= 1 and self.ctas % self.cluster == 0):
+            raise ArgumentError(f"config: got {self}; widths must ascend in multiples of 16 up to 192, stages 2 to "
+                                "16, cluster 1 or 2, a divisor of ctas")
+        if self.shared_bytes(itemsize) > SHARED_BYTES:
+            raise ArgumentError(
+                f"config: {self} takes {self.shared_bytes(itemsize)} bytes of shared memory, a CTA has {SHARED_BYTES}")
+
+    @classmethod
+    def heuristic(cls, slots: int, experts: int, itemsize: int = 2) -> "GroupedConfig":
+        """For `slots` rows in `experts` groups of about the same size.
+
+        Example:
+          >>> GroupedConfig.heuristic(slots=4096 * 8, experts=128)
+          GroupedConfig(widths=(64, 144), stages=3, ctas=132, cluster=1)
+        """
+        mean = slots / experts
+        most = math.ceil(mean + 2 * mean**0.5)  # holds 97 % of the groups under uniform routing
+        wide = -(-most // -(-most // 160))  # of equal tiles; the registers of wider ones spill
+        wide = max(32, -(-wide // 16) * 16)
+        widths = (wide // 32 * 16, wide) if wide >= 64 else (wide,)
+        stages = next(s for s in range(6, 1, -1) if cls(widths, s).shared_bytes(itemsize) <= SHARED_BYTES)
+        return cls(widths, stages)
