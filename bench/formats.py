@@ -23,12 +23,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import read_kernel
 from bench.small_batch import errors, metadata
 from jax_warp_decode import Routing, moe, tuning
 from jax_warp_decode.activations import get_activation
 from jax_warp_decode.explain import KERNELS
-from jax_warp_decode.measure import inputs, timing
+from jax_warp_decode.measure import inputs, read_kernel, timing
 from jax_warp_decode.measure.candidates import candidates
 from jax_warp_decode.measure.job import Job
 from jax_warp_decode.paths import warp_decode

@@ -49,7 +49,7 @@ def sequence(model, length: int):
     """Tokens of one greedy completion, and the logits of its last step."""
     generation = generate(model, np.frombuffer(PROMPT, np.uint8)[None], length)
     tokens = [int(ids[0]) for ids in generation]
-    return tokens, np.asarray(generation.logits)
+    return tokens, np.array(generation.logits)  # a copy: a view would keep the device array alive
 
 
 def main(arguments=None) -> int:

@@ -24,10 +24,9 @@ import jax
 import jaxlib
 import numpy as np
 
-from bench import read_kernel
 from bench.peers import STRATEGIES
 from jax_warp_decode import moe
-from jax_warp_decode.measure import inputs, timing
+from jax_warp_decode.measure import inputs, read_kernel, timing
 from jax_warp_decode.presets import PRESETS, get_preset
 
 STEP_BYTES = 0.6e9  # unique weight bytes of one step: many times the L2 cache

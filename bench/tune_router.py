@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench import small_batch
-from bench.read_kernel import read, window
 from jax_warp_decode.kernels.router import RouterConfig, moe_router
 from jax_warp_decode.measure import timing
+from jax_warp_decode.measure.read_kernel import read, window
 from jax_warp_decode.route_tokens import route_tokens
 from jax_warp_decode.routing import route
 

@@ -27,12 +27,28 @@ from jax_warp_decode.presets import Preset, get_preset
 MOST_WORKERS = 16
 
 
-def command(args: argparse.Namespace, console: Console) -> None:
-    """`jax-warp-decode autotune`: args has model or shape, and format, batch and out."""
-    preset = get_preset(args.model) if args.model else Preset("x".join(map(str, args.shape)), *args.shape, format="")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shape = parser.add_mutually_exclusive_group(required=True)
+    shape.add_argument("--model", metavar="NAME", help="a model whose sizes are known, such as qwen3-30b-a3b")
+    shape.add_argument("--shape", type=int, nargs=4, metavar=("H", "I", "E", "K"),
+                       help="hidden and intermediate size, experts, experts per token")
+    parser.add_argument("--format", nargs="+", default=["bf16"], metavar="NAME",
+                        help="of the weights: bf16, mxfp8, mxfp4, .. (default: bf16)")
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 2, 4, 8], metavar="T",
+                        help="tokens per step (default: 1 2 4 8)")
+    parser.add_argument("--out", metavar="FILE",
+                        help="file to write or to add to (default: $JAX_WARP_DECODE_TUNED, or the user's cache folder)")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Runs the command; bad input raises the package's errors."""
+    preset = (get_preset(options.model) if options.model
+              else Preset("x".join(map(str, options.shape)), *options.shape, format=""))
     _keep_memory_free()
-    cases = dict.fromkeys(itertools.product(args.format, args.batch))  # each once
-    autotune([Job(preset, *case) for case in cases], pathlib.Path(args.out) if args.out else None, console)
+    cases = dict.fromkeys(itertools.product(options.format, options.batch))  # each once
+    autotune([Job(preset, *case) for case in cases], pathlib.Path(options.out) if options.out else None,
+             Console(highlight=False))
+    return 0
 
 
 def autotune(jobs: list[Job], path: pathlib.Path | None = None, console: Console | None = None) -> pathlib.Path:

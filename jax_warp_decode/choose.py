@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jax_warp_decode.device import capability
+from jax_warp_decode.device import capability, software_refusal
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import ExpertWeights
 from jax_warp_decode.formats import FORMATS
@@ -39,7 +39,7 @@ def no_gpu_reason() -> str:
     if capability() not in CAPABILITIES:
         return (f"the GPU has compute capability {capability()}, the kernels need one of {', '.join(CAPABILITIES)} "
                 "(Hopper or data-centre Blackwell)")
-    return ""
+    return software_refusal()
 
 
 # ------------------------------------------------------------------------------------------------- what each one takes

@@ -1,48 +1,30 @@
-"""The command line: `jax-warp-decode info`, `demo` and `autotune`."""
+"""The command line, `jax-warp-decode COMMAND`: which commands there are, and how bad input ends."""
 
 import argparse
 import contextlib
+import importlib
 import os
 import sys
 
 EXIT_BAD_INPUT = 2
 
+# name: (module with `add_arguments(parser)` and `main(options) -> int`, what it does). A module is imported when its
+# command is asked for.
+COMMANDS = {
+    "info": ("info", "devices, versions, and what can run here, with the reason for what cannot"),
+    "demo": ("demo", "complete a prompt with a small Mixture-of-Experts language model"),
+    "generate": ("generate_command", "continue one prompt, or several at once, with tokens per second"),
+    "bench": ("bench_command", "how fast a model's experts run on this GPU, and how far that is from the limit"),
+    "profile": ("profile_command", "trace decode steps and say where each microsecond goes"),
+    "autotune": ("autotune", "measure kernel configurations on this GPU and keep the fastest"),
+    "plan": ("plan", "spread a model's experts over GPUs: memory, step time and the best split"),
+    "convert": ("checkpoints.convert", "quantise the experts of a checkpoint folder"),
+}
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str):
         self.exit(EXIT_BAD_INPUT, f"{self.prog}: error: {message}\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="jax-warp-decode", description="Mixture-of-Experts decode for JAX on NVIDIA GPUs.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    commands.add_parser("info", help="devices, versions, and what can run here, with the reason for what cannot")
-
-    demo = commands.add_parser("demo", help="complete a prompt with a small Mixture-of-Experts language model")
-    demo.add_argument("--prompt", default='The "with" statement', help="text to continue (default: %(default)s)")
-    demo.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default: %(default)s")
-    demo.add_argument("--temperature", type=float, default=0.5, metavar="T",
-                      help="0 takes the most likely token every time (default: %(default)s, with a fixed seed)")
-    demo.add_argument("--strategy", default="auto", metavar="NAME",
-                      help="auto, warp_decode, expert_centric or reference (default: %(default)s)")
-    demo.add_argument("--weights", choices=("bf16", "mxfp8"),
-                      help="format of the bundled model's experts (default: bf16)")
-    demo.add_argument("--checkpoint", metavar="DIR",
-                      help="a Hugging Face Qwen3MoeForCausalLM folder instead of the bundled model")
-
-    tune = commands.add_parser("autotune", help="measure kernel configurations on this GPU and keep the fastest")
-    shape = tune.add_mutually_exclusive_group(required=True)
-    shape.add_argument("--model", metavar="NAME", help="a model whose sizes are known, such as qwen3-30b-a3b")
-    shape.add_argument("--shape", type=int, nargs=4, metavar=("H", "I", "E", "K"),
-                       help="hidden and intermediate size, experts, experts per token")
-    tune.add_argument("--format", nargs="+", default=["bf16"], metavar="NAME",
-                      help="of the weights: bf16, mxfp8 (default: bf16)")
-    tune.add_argument("--batch", nargs="+", type=int, default=[1, 2, 4, 8], metavar="T",
-                      help="tokens per step (default: 1 2 4 8)")
-    tune.add_argument("--out", metavar="FILE",
-                      help="file to write or to add to (default: $JAX_WARP_DECODE_TUNED, or the user's cache folder)")
-    return parser
 
 
 def _fail(message: str) -> int:
@@ -52,33 +34,33 @@ def _fail(message: str) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0, or 2 after one line on stderr about bad input or output."""
-    args = _parser().parse_args(argv)
-    # Imported after parsing: --help and typing errors need none of it.
-    from rich.console import Console
+    argv = sys.argv[1:] if argv is None else argv
+    parser = _Parser(prog="jax-warp-decode", description="Mixture-of-Experts decode for JAX on NVIDIA GPUs.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, help) in COMMANDS.items():
+        command = commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
+        if argv[:1] == [name]:
+            command.set_defaults(module=importlib.import_module(f"jax_warp_decode.{module}"))
+            command.get_default("module").add_arguments(command)
+    options = vars(parser.parse_args(argv))
+    module = options.pop("module")
+    del options["command"]
 
+    from jax_warp_decode.device import explain_failure
     from jax_warp_decode.errors import ArgumentError, CheckpointError, UnsupportedError
 
     if getattr(sys.stdout, "errors", None) in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows question marks
-    console = Console(highlight=False)
     try:
-        if args.command == "info":
-            from jax_warp_decode import info
-
-            info.render(info.collect(), console)
-        elif args.command == "autotune":
-            from jax_warp_decode import autotune
-
-            autotune.command(args, console)
-        else:
-            from jax_warp_decode import demo
-
-            options = vars(args)
-            del options["command"]
-            demo.run(demo.Request(**options), console)
+        code = module.main(argparse.Namespace(**options))
         sys.stdout.flush()
+        return code
     except (ArgumentError, CheckpointError, UnsupportedError) as error:
         return _fail(str(error))
+    except RuntimeError as error:
+        if line := explain_failure(error):
+            return _fail(line)
+        raise
     except OSError as error:
         with contextlib.suppress(OSError):
             # What is left in the buffer has nowhere to go; Python would try, and complain, once more at exit.
@@ -86,7 +68,6 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(f"input or output failed: {error}")
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The demo: complete a prompt as text, say which strategy ran and why, and compare with the float32 reference."""
 
+import argparse
 import contextlib
 import dataclasses
 import functools
@@ -25,6 +26,25 @@ from jax_warp_decode.models.generate import generate
 from jax_warp_decode.text import codec_for
 
 BUNDLED_FORMATS = ("bf16", "mxfp8")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", default='The "with" statement', help="text to continue (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default: %(default)s")
+    parser.add_argument("--temperature", type=float, default=0.5, metavar="T",
+                        help="0 takes the most likely token every time (default: %(default)s, with a fixed seed)")
+    parser.add_argument("--strategy", default="auto", metavar="NAME",
+                        help="auto, warp_decode, shared_decode, expert_centric or reference (default: %(default)s)")
+    parser.add_argument("--weights", choices=BUNDLED_FORMATS,
+                        help="format of the bundled model's experts (default: bf16)")
+    parser.add_argument("--checkpoint", metavar="DIR",
+                        help="a Hugging Face folder of Qwen3-MoE, Mixtral or gpt-oss instead of the bundled model")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Runs the command; bad input raises the package's errors."""
+    run(Request(**vars(options)), Console(highlight=False))
+    return 0
 
 
 @dataclasses.dataclass(frozen=True)

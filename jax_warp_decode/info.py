@@ -1,5 +1,6 @@
 """What can run here: devices, versions, and every strategy with every weight format, each with the reason why not."""
 
+import argparse
 import dataclasses
 import functools
 import importlib.metadata
@@ -133,3 +134,12 @@ def render(info: Info, console: Console) -> None:
     if reasons:
         console.print()
         print_facts(console, {", ".join(what): why for why, what in reasons.items()})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command takes none."""
+
+
+def main(options: argparse.Namespace) -> int:
+    render(collect(), Console(highlight=False))
+    return 0

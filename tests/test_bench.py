@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from bench import compile_time, read_kernel, small_batch
+from bench import compile_time, small_batch
 from jax_warp_decode import tuning
 from jax_warp_decode.kernels import DownConfig, GateUpConfig
-from jax_warp_decode.measure import inputs, timing
+from jax_warp_decode.measure import inputs, read_kernel, timing
 from jax_warp_decode.presets import PRESETS, get_preset
 
 

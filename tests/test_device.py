@@ -63,6 +63,17 @@ def test_a_jax_outside_the_window_is_named(machine, version):
     assert f"jax {version} lies outside the tested window" in device.software_refusal()
 
 
+@pytest.mark.parametrize("fault", [dict(driver=(11, 8)), dict(version="0.13.0")])
+def test_auto_avoids_kernels_that_the_software_cannot_compile(machine, fault):
+    machine(**fault)
+    reason = device.software_refusal()
+    choice = pick()
+    assert choice.strategy in ("expert_centric", "reference") and reason in choice.reason
+    with pytest.raises(UnsupportedError) as caught:
+        pick("warp_decode")
+    assert reason in str(caught.value)
+
+
 def test_the_driver_is_asked_without_a_gpu():
     found = device.driver_cuda()
     assert found is None or found >= (1, 0)

@@ -131,6 +131,8 @@ def _passes(mean: float, n: int) -> float:
       >>> [round(_passes(mean, 8), 2) for mean in (0.5, 2, 4, 8, 16)]
       [1.0, 1.0, 1.02, 1.41, 2.43]
     """
+    if mean < 1e-6 or mean > 700:  # no slots at all; or so many that exp(-mean) is 0, and every pass is full
+        return max(1.0, mean / n)
     total, term, slots = 0.0, math.exp(-mean), 0  # the Poisson distribution of an expert's slots
     nothing = term
     while slots < 8 * mean + 32:

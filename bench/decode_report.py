@@ -1,0 +1,86 @@
+"""How bench.decode tells what it found: lines, speed-ups over the peers, a figure."""
+
+import pathlib
+
+import numpy as np
+
+from jax_warp_decode.measure import parts
+
+OURS = "auto"
+
+
+def describe_row(row: dict) -> str:
+    head = f"{row['format']:6} {row['strategy']:20} {row['attention']:7} B={row['batch']:<3} {row['context']:6} "
+    if "us" not in row:
+        return head + row.get("error", "no trace")
+    text = head + (f"{row['us']:8.0f} us (wall {row['wall_us']:.0f})  {row['tokens_per_s']:7.0f} tokens/s  "
+                   f"{row['fraction_of_read']:5.1%} of the read  ")
+    return text + " ".join(f"{name} {part['us']:.0f}/{part['kernels']:.0f}"
+                           for name, part in row.get("parts", {}).items())
+
+
+def details(row: dict, most: int = 4) -> str:
+    """The longest kernels of every part."""
+    lines = [describe_row(row)]
+    for name, part in row.get("parts", {}).items():
+        longest = list(part["names"].items())[:most]
+        lines.append(f"    {name:12} {part['us']:7.1f} us in {part['kernels']:.0f}: "
+                     + ", ".join(f"{kernel[:44]} {us:.1f}" for kernel, us in longest))
+    return "\n".join(lines)
+
+
+def experts_us(row: dict) -> float:
+    return sum(row["parts"][name]["us"] for name in ("gate_up", "down", "experts") if name in row["parts"])
+
+
+def speedups(results: list[dict]) -> list[dict]:
+    """Per batch size and context: ours over the best path that is not ours, of the whole step and of the experts."""
+    timed = [r for r in results if "parts" in r]
+    form = timed[0]["attention"] if timed else ""
+    found = []
+    for batch, context in dict.fromkeys((r["batch"], r["context"]) for r in timed):
+        here = [r for r in timed if (r["batch"], r["context"], r["attention"]) == (batch, context, form)]
+        peers = [r for r in here if r["strategy"].startswith(("tokamax", "lax"))]
+        if not peers:
+            continue
+        best = min(peers, key=lambda r: r["us"])
+        for ours in (r for r in here if r["strategy"] == OURS):
+            found.append(dict(
+                batch=batch, context=context, format=ours["format"], peer=best["strategy"], peer_format=best["format"],
+                tokens_per_s=best["us"] / ours["us"], experts=experts_us(best) / experts_us(ours)))
+    return found
+
+
+def plot(path: pathlib.Path, results: list[dict]) -> None:
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    timed = [r for r in results if "parts" in r and r["attention"] == results[0]["attention"]]
+    fig, (left, right, last) = plt.subplots(1, 3, figsize=(20, 5))
+    for format, strategy, batch in dict.fromkeys((r["format"], r["strategy"], r["batch"]) for r in timed):
+        rows = sorted((r for r in timed if (r["format"], r["strategy"], r["batch"]) == (format, strategy, batch)),
+                      key=lambda r: r["context"])
+        style = "-" if strategy == OURS else "--"
+        left.plot([r["context"] for r in rows], [r["tokens_per_s"] for r in rows], style, marker="o", markersize=4,
+                  label=f"{format} {strategy}, B={batch}")
+    left.set(xscale="log", yscale="log", xlabel="context", ylabel="tokens/s", title="Qwen3-30B-A3B shape, one GPU")
+    left.legend(fontsize=6, ncols=2)
+    left.grid(alpha=0.3)
+    bars = [r for r in timed if r["batch"] == 1 and r["context"] == min(x["context"] for x in timed)]
+    bottom = np.zeros(len(bars))
+    for name in parts.PARTS:
+        us = np.array([r["parts"].get(name, dict(us=0.0))["us"] for r in bars])
+        right.bar(range(len(bars)), us, bottom=bottom, label=name)
+        bottom += us
+    right.set_xticks(range(len(bars)), [f"{r['format']}\n{r['strategy']}" for r in bars], fontsize=7)
+    right.set(ylabel="us per step", title="One step at B = 1, shortest context")
+    right.legend(fontsize=7)
+    last.bar(np.arange(len(bars)) - 0.2, [r["expert_stages"] for r in bars], 0.4, label="stages")
+    last.bar(np.arange(len(bars)) + 0.2, [r["expert_bytes_written"] / 1024 for r in bars], 0.4, label="KB written")
+    last.set_xticks(range(len(bars)), [f"{r['format']}\n{r['strategy']}" for r in bars], fontsize=7)
+    last.set(yscale="log", title="Routed experts of one layer, B = 1: operations, and intermediate bytes")
+    last.legend(fontsize=8)
+    fig.tight_layout()
+    fig.savefig(path, dpi=120)
+    plt.close(fig)

@@ -1,0 +1,111 @@
+"""Configurations of dense_rows, for the projections of a decode step: microseconds, and share of reading the weights.
+
+    python -m bench.tune_dense --out bench/results
+
+A chain of layers with weights of their own for every configuration, all in one trace; results are compared with float32
+first. Writes tune_dense.json.
+"""
+
+import argparse
+import concurrent.futures
+import functools
+import json
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench import small_batch
+from jax_warp_decode.kernels.dense_rows import DenseConfig, dense_rows
+from jax_warp_decode.measure import read_kernel, timing
+
+SHAPES = {"qkv": (5120, 2048), "output": (2048, 4096), "head": (151936, 2048)}  # Qwen3-30B-A3B: N, M
+CONFIGS = ((1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (2, 8), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2))
+STEP_BYTES = 0.3e9
+TOLERANCE = 1e-2
+
+
+def make_layers(name: str, tokens: int) -> list[tuple]:
+    """(x, delta, w, gain, residual) of each layer."""
+    N, M = SHAPES[name]
+    count = max(2, math.ceil(STEP_BYTES / (2 * N * M)))
+    normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+
+    @jax.jit
+    def make(key):
+        keys = jax.random.split(key, 5)
+        shapes = (tokens, M), (tokens, M), (N, M), (M,), (tokens, N)
+        return tuple(normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+
+    return [make(jax.random.key(i)) for i in range(count)]
+
+
+def layer_function(name: str, tokens: int, config: DenseConfig):
+    """As models.decode_step calls it: the norm comes along for a single token."""
+
+    def layer(x, delta, w, gain, residual):
+        if name == "output":
+            return dense_rows((x,), w, residuals=(residual, residual), config=config)
+        if tokens == 1:
+            return dense_rows((x, delta), w, gain=gain, config=config)
+        return dense_rows((x,), w, config=config)
+
+    return layer
+
+
+def reference(name, tokens, x, delta, w, gain, residual):
+    x, delta, w, gain, residual = (a.astype(jnp.float32) for a in (x, delta, w, gain, residual))
+    if name != "output" and tokens == 1:
+        x = x + delta
+        x = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * gain
+    y = jnp.einsum("tm,nm->tn", x, w, precision="highest")
+    return np.asarray(y + 2 * residual if name == "output" else y)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 8])
+    parser.add_argument("--shapes", nargs="+", default=["qkv", "output"], choices=SHAPES)
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    options = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        raise SystemExit("bench.tune_dense measures an NVIDIA GPU; JAX sees none")
+    options.out.mkdir(parents=True, exist_ok=True)
+    ceiling, results, calls = read_kernel.bytes_per_us(), [], []
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        pending = []
+        for name in options.shapes:
+            for tokens in options.tokens:
+                layers = make_layers(name, tokens)
+                want = reference(name, tokens, *layers[0])
+                for rows, unroll in CONFIGS:
+                    row = dict(shape=name, tokens=tokens, rows=rows, unroll=unroll)
+                    function = layer_function(name, tokens, DenseConfig(rows, unroll))
+                    try:
+                        lowered = timing.lower_step(function, layers, "dense")
+                        pending.append((row, pool.submit(timing.compile_step, lowered), layers, want))
+                    except Exception as error:
+                        results.append(dict(row, error=small_batch.describe(error)))
+        for row, future, layers, want in pending:
+            try:
+                step = future.result()
+                got = np.asarray(step(layers)[0], np.float32)
+                if not np.linalg.norm(got - want) < TOLERANCE * np.linalg.norm(want):
+                    raise ArithmeticError(small_batch.WRONG)
+                calls.append((row, step, layers))
+            except Exception as error:
+                results.append(dict(row, error=small_batch.describe(error)))
+    for (row, _, layers), timed in zip(calls, timing.time_steps([c[1:] for c in calls], 10), strict=True):
+        results.append(dict(row, us=timed.us, of_read=layers[0][2].nbytes / ceiling / timed.us))
+    for row in sorted(results, key=lambda r: (r["shape"], r["tokens"], r.get("us", 1e9))):
+        outcome = row.get("error") or f"{row['us']:7.2f} us  {row['of_read']:.0%} of the read"
+        print(f"{row['shape']:7} T={row['tokens']} rows={row['rows']} unroll={row['unroll']}  {outcome}")
+    path = options.out / "tune_dense.json"
+    path.write_text(json.dumps(dict(meta=small_batch.metadata("tune_dense"), results=results), indent=1) + "\n")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
