@@ -35,7 +35,7 @@ from jax_warp_decode.presets import PRESETS, get_preset
 
 TOLERANCE = 1e-2  # relative L2 error against the float32 reference
 THREADS = 16
-FOUR_LANES = [(4, 2, 1), (4, 2, 2), (4, 4, 1), (4, 1, 2), (4, 4, 2), (4, 2, 3), (4, 1, 4)]  # tensor cores, where used
+FOUR_LANES = [(4, 2, 1), (4, 2, 2), (4, 4, 1), (4, 1, 2), (4, 4, 2), (4, 2, 3), (4, 1, 4)]
 LAYER = functools.partial(warp_decode.run, activation=get_activation("silu"))
 
 

@@ -169,6 +169,8 @@ def _bits(format: str) -> float:
 def _by_speed(load: float, format: str) -> list[str]:
     """The strategies, fastest first, at so many pairs per expert."""
     names = next(r.names for r in RANKINGS[measured_format(format)] if load <= r.load)
+    if format not in RANKINGS:  # its shared_decode was never timed, and is taken by name only
+        names = [name for name in names if name != "shared_decode"]
     return [*names, *(name for name in TABLE if name not in names)]
 
 

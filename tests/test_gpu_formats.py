@@ -133,7 +133,7 @@ def test_a_layer_of_a_stack(format):
     assert not np.asarray(run(x, routing, stack, layer=jnp.int32(3)), np.float32).any()
 
 
-@pytest.mark.parametrize("lanes", [4, 8])  # with and without tensor cores, where they are used
+@pytest.mark.parametrize("lanes", [4, 8])
 @pytest.mark.parametrize("format", test_kernel_formats.MX)
 def test_every_scale_byte(format, lanes):
     test_kernel_formats.check_scale_bytes(format, lanes=lanes)

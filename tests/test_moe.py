@@ -102,9 +102,8 @@ def test_every_format_is_ranked_by_its_bits(format):
     assert measured_format(format) == "mxfp8" and measured_format("f16") == "bf16"
     pick = functools.partial(choose, experts=experts, experts_per_token=8, x_dtype=jnp.bfloat16, interpret=True)
     assert pick(8).strategy == "warp_decode"  # 0.5 pairs per expert
-    beyond = pick(16)  # 1 pair
-    assert (beyond.strategy == "shared_decode") == (not shared_decode.refusal(16, 8, experts))
-    assert beyond.strategy in ("shared_decode", "warp_decode")
+    # At 1 pair shared_decode would be next, but "auto" takes it for formats alone in which it was timed.
+    assert pick(16).strategy == ("shared_decode" if format == "mxfp8" else "warp_decode")
 
 
 @pytest.mark.parametrize("strategy", ["expert_centric", "reference"])

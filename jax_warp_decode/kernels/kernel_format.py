@@ -54,8 +54,6 @@ class KernelFormat:
         the values, or the even and the odd ones. Up to `gain`.
       scales: multiply the sum over a chunk; a chunk never crosses the columns of one.
       gain: what decoded values have to be multiplied with. Not folded into a scale, with which it may overflow.
-      split: for the tensor cores (`matrix_dot`): a 32-bit word of stored items to the E4M3 words of its values, or of
-        its even and its odd ones, also up to `gain`; None where they are not used.
     """
 
     vec: int
@@ -63,7 +61,6 @@ class KernelFormat:
     decode: Callable[..., tuple[jax.Array, ...]]
     scales: tuple[Scale, ...] = ()
     gain: float = 1.0
-    split: Callable | None = None
 
     @property
     def paired(self) -> bool:
@@ -125,16 +122,6 @@ def _e2m1_to_e4m3(_ctx, packed):
         even[at] = utils.bitcast(arith.ori(masked(arith.shli, 2, 0x1C1C1C1C), masked(arith.shli, 4, 0x80808080)), e4m3)
         odd[at] = utils.bitcast(arith.ori(masked(arith.shrui, 2, 0x1C1C1C1C), masked(arith.shrui, 0, 0x80808080)), e4m3)
     return tuple(_array(r, packed) for r in (even, odd))
-
-
-def split_e2m1(word):
-    """The same of one word, for `KernelFormat.split`."""
-    magnitude, sign = 0x1C1C1C1C, _signed(0x80808080)
-    return word << 2 & magnitude | word << 4 & sign, word >> 2 & magnitude | word & sign
-
-
-def split_e4m3(word):
-    return (word,)
 
 
 def int4(packed: jax.Array, layout, interpreted: bool) -> tuple[jax.Array, ...]:
@@ -204,12 +191,10 @@ def _splat(words, bits: int):
 # ------------------------------------------------------------------------------------------------------------- table
 
 
-def _row(name: str, decode, scale_to_f32=to_f32, *, load_bytes: int = LOAD_BYTES, gain: float = 1.0,
-         split=None) -> KernelFormat:
+def _row(name: str, decode, scale_to_f32=to_f32, *, load_bytes: int = LOAD_BYTES, gain: float = 1.0) -> KernelFormat:
     spec = FORMATS[name]
     scales = (Scale(*spec.block_shape, scale_to_f32), *([Scale(None, None, to_f32)] if spec.global_scale else []))
-    return KernelFormat(load_bytes * 8 // spec.bits, load_bytes // spec.values_dtype.itemsize, decode, scales, gain,
-                        split)
+    return KernelFormat(load_bytes * 8 // spec.bits, load_bytes // spec.values_dtype.itemsize, decode, scales, gain)
 
 
 KERNEL_FORMATS = {
@@ -218,9 +203,9 @@ KERNEL_FORMATS = {
     "f16": KernelFormat(8, 8, widen),
     "mxfp8": _row("mxfp8", widen, e8m0_to_f32),
     "mxfp8_e5m2": _row("mxfp8_e5m2", widen, e8m0_to_f32),
-    "mxfp4": _row("mxfp4", e2m1, e8m0_to_f32, gain=64.0, split=split_e2m1),
+    "mxfp4": _row("mxfp4", e2m1, e8m0_to_f32, gain=64.0),
     "nvfp4": _row("nvfp4", e2m1, load_bytes=8, gain=64.0),  # half a load: 16 values share a scale
-    "fp8_block128": _row("fp8_block128", widen, split=split_e4m3),
+    "fp8_block128": _row("fp8_block128", widen),
     "fp8_channel": _row("fp8_channel", widen),
     "fp8_tensor": _row("fp8_tensor", widen),
     "int8_channel": _row("int8_channel", int8),

@@ -35,7 +35,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_warp_decode.formats import QuantizedArray
-from jax_warp_decode.kernels import kernel_format, matrix_dot
+from jax_warp_decode.kernels import kernel_format
 from jax_warp_decode.kernels.kernel_format import LOAD_BYTES, MX_BLOCK, Scale, e8m0_to_f32  # noqa: F401
 
 WARPS = 4  # warps in a warpgroup
@@ -258,18 +258,8 @@ class RowTile:
         piece = ref.at[(*index, pl.ds(self._start(step), self._lane_axes["G"]))]
         return plgpu.load(piece, layout=self._layout("GCV"), optimized=False)
 
-    @property
-    def matrix(self) -> bool:
-        """Whether products are done on the tensor cores. The interpreter has a plain form of the same sums."""
-        return bool(self.spec.split) and self.lanes == matrix_dot.LANES and not self.interpreted
-
     def widen(self, vector: jax.Array) -> tuple[jax.Array, ...]:
-        """An activation piece as `dot` wants it, even and odd values apart if they are paired.
-
-        In float32, repeated for every row of the tile; or in float16, with a factor, for the tensor cores.
-        """
-        if self.matrix:
-            return matrix_dot.halve(self._parts(vector), self._layout("GCV"))
+        """An activation piece in float32, repeated for every row of the tile; even and odd values apart if paired."""
         return tuple(map(self._every_row, self._parts(vector)))
 
     def _parts(self, vector: jax.Array) -> tuple[jax.Array, ...]:
@@ -289,18 +279,9 @@ class RowTile:
     def dot(self, weights: tuple, vector: tuple[jax.Array, ...], step) -> jax.Array:
         """Dequantised weights times a widened vector, summed inside each lane: one float32 per row and lane."""
         stored, *scales = weights
-        if self.matrix:
-            *halves, undo = vector
-            out = plgpu.ShapeDtypeStruct(self._shape("SWGC"), jnp.float32, layout=self._layout("SWGC"))
-            layouts = self._layout("SWGCV"), self._layout("GCV")
-            partial = matrix_dot.product(self.spec.split, stored, tuple(halves), layouts, out)
-            lanes = range(len(self._row_axes), partial.ndim)
-            partial = partial * plgpu.layout_cast(
-                lax.broadcast_in_dim(undo, partial.shape, tuple(lanes)), self._layout("SWGC"))
-        else:
-            values = self.spec.decode(stored, self._layout("SWGCV"), self.interpreted)
-            partial = functools.reduce(
-                operator.add, (jnp.sum(value * part, axis=-1) for value, part in zip(values, vector, strict=True)))
+        values = self.spec.decode(stored, self._layout("SWGCV"), self.interpreted)
+        partial = functools.reduce(
+            operator.add, (jnp.sum(value * part, axis=-1) for value, part in zip(values, vector, strict=True)))
         if self.spec.gain != 1:
             partial = partial * jnp.float32(self.spec.gain)
         for scale, raw in zip(self.spec.scales, scales, strict=True):  # once for a whole chunk
