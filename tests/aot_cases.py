@@ -62,7 +62,7 @@ def small(case):
         with tuning.override(*configs):
             return run(*args)
 
-    return f"{name}-lanes{lanes}", run_small, args, limits
+    return f"{name}-small", run_small, args, limits
 
 
 def format_cases():
@@ -97,8 +97,8 @@ def config_cases():
         w, w_down = _weight(fmt, E, I, H), _weight(fmt, E, H, I)
         gate_up = functools.partial(moe_gate_up_3d_batched, config=GateUpConfig(lanes, 2, 3))
         down = functools.partial(moe_down_3d_batched, config=DownConfig(lanes, 1, 5))
-        yield f"gate_up-{fmt}-lanes{lanes}", gate_up, (x, ids, w, w), LIMITS
-        yield f"down-{fmt}-lanes{lanes}", down, (h, ids, weights, w_down), LIMITS
+        yield f"gate_up-{fmt}-small", gate_up, (x, ids, w, w), LIMITS
+        yield f"down-{fmt}-small", down, (h, ids, weights, w_down), LIMITS
 
 
 def activation_cases():

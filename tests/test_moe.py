@@ -23,7 +23,7 @@ from jax_warp_decode import (
     quantize,
 )
 from jax_warp_decode.choose import TABLE, measured_format
-from jax_warp_decode.paths import shared_decode, warp_decode
+from jax_warp_decode.paths import warp_decode
 
 SMALL = dict(tokens=2, experts=4, hidden=128, intermediate=64, k=2)
 H_DTYPE = {"bf16": "float32", "mxfp8": "bfloat16"}  # the intermediate of warp decode, by weight format
