@@ -254,7 +254,7 @@ def _child(arch, sources, filter):
                 if filter not in name:
                     continue
                 Limits(**limits)  # an unknown limit stops the run
-                ptx, err = f"{module}-{number}.ptx", f"{module}-{number}.err"
+                ptx, err = f"{module}-{function}-{number}.ptx", f"{module}-{function}-{number}.err"
                 record = {"case": name, "limits": limits, "ptx": ptx, "error": "", "calls": 0, "temp_bytes": 0}
                 with _output_to(ptx, err):
                     try:

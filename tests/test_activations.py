@@ -169,6 +169,7 @@ def test_lowers_inside_a_kernel(name):
     S = jax.ShapeDtypeStruct
     w = S((4, 64, 256), jnp.bfloat16)
     gate_up = functools.partial(moe_gate_up_3d_batched, activation=name)
-    lowered = jax.jit(gate_up).trace(S((1, 256), jnp.bfloat16), S((1, 2), jnp.int32), w, w)
+    w_gate = w if ACTIVATIONS[name].gated else None
+    lowered = jax.jit(gate_up).trace(S((1, 256), jnp.bfloat16), S((1, 2), jnp.int32), w_gate, w)
     assert "mosaic_gpu" in lowered.lower(lowering_platforms=("cuda",)).as_text()
     assert isinstance(ACTIVATIONS[name], Activation)

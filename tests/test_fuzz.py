@@ -249,7 +249,7 @@ def run(layer, examples):
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.id)
 def test_random_layers(layer, request):
     checked = run(layer, request.config.getoption("--fuzz-examples") // len(LAYERS))
-    assert checked > 0.2, f"only {checked:.0%} of the elements had a bound"
+    assert checked >= 0.1, f"only {checked:.0%} of the elements had a bound"
 
 
 @pytest.mark.parametrize("layer", INTERPRETED, ids=lambda layer: layer.id)
