@@ -9,7 +9,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", action="append", required=True, metavar="TEXT",
                         help="text to continue; repeat it for several, which decode together")
     parser.add_argument("--checkpoint", metavar="DIR",
-                        help="a Hugging Face Qwen3MoeForCausalLM folder (default: the bundled model)")
+                        help="a Hugging Face folder of Qwen3-MoE (default: the bundled model)")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T",
                         help="0 takes the most likely token every time (default: %(default)s)")
@@ -44,6 +44,8 @@ def run(options: argparse.Namespace, console) -> None:
 
     if not all(options.prompt):
         raise ArgumentError("prompt: got an empty text, expected at least one character to continue")
+    if not -2**63 <= options.seed < 2**63:
+        raise ArgumentError(f"seed: got {options.seed}, expected a number of 64 bits")
     folder = bundled_model("bf16") if options.checkpoint is None else pathlib.Path(options.checkpoint)
     module = load_model(folder, strategy=options.strategy, dtype=jnp.bfloat16)
     codec = codec_for(folder, module.config.vocab_size)
