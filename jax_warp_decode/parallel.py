@@ -20,6 +20,7 @@ from jax_warp_decode.choose import choose
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.experts import ExpertWeights
 from jax_warp_decode.formats import FORMATS, QuantizedArray
+from jax_warp_decode.kernels import checks
 from jax_warp_decode.moe import apply
 from jax_warp_decode.routing import Routing, float32_weights, int32_ids
 
@@ -67,7 +68,7 @@ class ExpertSharding:
             raise ArgumentError(f"mesh: got {type(self.mesh).__name__}, expected a jax.sharding.Mesh, as jax.make_mesh "
                                 "makes it")
         for name in ("expert_axis", "tensor_axis", "token_axis"):
-            axes = _axes(getattr(self, name))
+            axes = _axes(given) if isinstance(given := getattr(self, name), str | tuple | list | None) else (given,)
             unknown = [axis for axis in axes if axis not in self.mesh.axis_names]
             if unknown or len(set(axes)) < len(axes):
                 raise ArgumentError(f"{name}: got {getattr(self, name)!r}, expected different axes of the mesh, "
@@ -245,17 +246,20 @@ def moe_local(x: jax.Array, routing: Routing, experts: ExpertWeights, *, expert_
         shares = lax.axis_size(axes["expert_axis"])
         first = lax.axis_index(axes["expert_axis"]).astype(jnp.int32) * jnp.int32(E)
         ids = local_ids(ids, first, E)
+    options = dict(strategy="auto", activation="silu", activation_format=None, interpret=False) | options
+    strategy, out_dtype = options.pop("strategy"), options.pop("out_dtype", None)
+    if strategy == "auto" and options["activation_format"]:  # as in `moe`
+        strategy = "expert_centric"
     strategy = choose(
         math.prod(x.shape[:-1]), experts, experts_per_token=max(1, ids.shape[-1] // shares), x_dtype=x.dtype,
-        strategy=options.pop("strategy", "auto"), interpret=options.get("interpret", False)).strategy
-    options = dict(activation="silu", activation_format=None, interpret=False) | options
+        strategy=strategy, interpret=options["interpret"]).strategy
     y = apply(x, Routing(ids, routing.weights), experts, layer=layer, strategy=strategy, out_dtype=reduce_dtype,
               whole=False, **options)
     if summed:
         y = lax.psum(y, summed)
     if gathered:
         y = home(y).reshape(shape)
-    return y.astype(x.dtype)
+    return y.astype(x.dtype if out_dtype is None else checks.out_dtype(out_dtype))
 
 
 def local_ids(ids: jax.Array, first: jax.Array, num_experts: int) -> jax.Array:

@@ -25,6 +25,7 @@ MOE_LAYERS = {
     "llama4-maverick": 24, "minimax-m2": 62}
 USABLE = 0.9  # of a device's memory
 SHOWN = 6
+NEURONS = 32  # of a device, or a multiple: what the decode kernels take
 
 # Of expert_centric at 4096 tokens, bf16 (bench/results/grouped_gemm-expert_centric.json).
 PRODUCTS_TFLOPS = 250.0
@@ -45,6 +46,7 @@ class Split:
       collective_us: gathering the tokens before a layer and summing after it.
       step_us: all layers.
       measured: whether a layer of these very sizes was measured.
+      multiplies: whether the products take longer than the reading.
     """
 
     ep: int
@@ -55,6 +57,7 @@ class Split:
     collective_us: float
     step_us: float
     measured: bool
+    multiplies: bool
 
 
 def expert_bytes(preset: Preset, format: str, tp: int = 1) -> float:
@@ -144,7 +147,8 @@ def splits(table: dict, preset: Preset, format: str, layers: int, devices: int, 
            per_host: int) -> list[Split]:
     """Every split of the devices that divides experts, whole blocks of neurons, and tokens; fastest first."""
     found = []
-    block = math.lcm(*(n or 1 for n in FORMATS[format].block_shape), 1) if format in FORMATS else 1
+    cut = FORMATS[format].block_shape if format in FORMATS else ()
+    block = math.lcm(NEURONS, *(n or 1 for n in cut))
     for group in (n for n in range(1, devices + 1) if devices % n == 0 and tokens % (devices // n) == 0):
         for ep in (n for n in range(1, group + 1) if group % n == 0 and preset.num_experts % n == 0):
             tp, copies = group // ep, devices // group
@@ -157,10 +161,11 @@ def splits(table: dict, preset: Preset, format: str, layers: int, devices: int, 
             share, _ = speed(table, format, load)
             reading = read_us(table, busiest_experts(preset, ep, T) * size) / share
             products = 6 * preset.hidden * preset.intermediate / tp * T * preset.experts_per_token / ep
-            us = known or max(reading, products / PRODUCTS_TFLOPS / 1e6)
+            multiplying = products / PRODUCTS_TFLOPS / 1e6
+            us = known or max(reading, multiplying)
             collective = collective_us(table, preset, T, group, per_host)
             found.append(Split(ep, tp, copies, layers * preset.num_experts / ep * size, us, collective,
-                               layers * (us + collective), known is not None))
+                               layers * (us + collective), known is not None, not known and multiplying > reading))
     return sorted(found, key=lambda split: split.step_us)
 
 
@@ -241,11 +246,14 @@ def notes(table, preset, format, options, best):
     share, source = speed(table, format, load)
     if best.measured:
         yield "Measured: this layer on one GPU."
+    elif best.multiplies:
+        yield f"Extrapolated: products at {PRODUCTS_TFLOPS:.0f} TFLOP/s, as expert_centric did 4096 tokens in bf16."
     else:
         yield (f"Measured: plain reads at {table['read']['bytes_per_us'] / 1e6:.2f} TB/s; {source} layers at "
                f"{share:.0%} of that, at the loads measured nearest to {load:.2g} pairs an expert.")
         yield "Extrapolated: the layer, from the bytes that the busiest GPU reads, with even routing."
-    if source != format:
+    yield "Assumed: gate and up take two thirds of a layer."
+    if source != format and not best.multiplies:
         yield f"Assumed: {format} layers reach the share of {source} ones, which were measured."
     if (group := best.ep * best.tp) > 1:
         parts = [f"{'measured' if table['collectives'] else 'assumed'} between two GPUs"]

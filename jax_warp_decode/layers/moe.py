@@ -149,6 +149,10 @@ class MoE(nnx.Module):
         self.set_strategy(strategy)
         total = num_experts + num_shared_experts
         gated = self.activation.gated
+        if sharding is not None:  # refuses a split that does not divide before anything is drawn
+            up = jax.ShapeDtypeStruct((total, intermediate_size, hidden_size), param_dtype)
+            down = jax.ShapeDtypeStruct((total, hidden_size, intermediate_size), param_dtype)
+            sharding.specs(ExpertWeights(up if gated else None, up, down))
 
         def param(value, *dimensions, kind=nnx.Param):
             return kind(value, **_placed(sharding, dimensions))
