@@ -12,11 +12,10 @@ import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import arith, nvvm
+from jaxlib.mlir.dialects import arith
 
 from jax_warp_decode.kernels import simt
 from jax_warp_decode.kernels.grouped_config import FIELDS, ROW_ALIGNMENT
-from jax_warp_decode.kernels.shared_simt import FULL_WARP
 from jax_warp_decode.kernels.simt import LANES, Int
 
 WARPGROUPS = 8
@@ -112,7 +111,7 @@ def _plan(slots, per_token, experts, widest, rows):
                 size = simt.at(sizes, e)
                 space = ((size + (ROW_ALIGNMENT - 1)) // ROW_ALIGNMENT) * ROW_ALIGNMENT
                 count = (size + (widest - 1)) // widest
-                rows_to, tiles_to = _scan(space, lane), _scan(count, lane)
+                rows_to, tiles_to = simt.scan(space, lane), simt.scan(count, lane)
                 start, first = row + rows_to - space, tile + tiles_to - count
                 simt.put(starts, e, start)
 
@@ -122,7 +121,7 @@ def _plan(slots, per_token, experts, widest, rows):
                     for f, value in enumerate((e, first, count, start, size)):
                         simt.put(tiles, at + f, value)
 
-                row, tile = row + _last(rows_to), tile + _last(tiles_to)
+                row, tile = row + simt.last_lane(rows_to), tile + simt.last_lane(tiles_to)
             simt.put(used, Int(0), row)
             simt.put(total, Int(0), tile)
 
@@ -137,10 +136,10 @@ def _plan(slots, per_token, experts, widest, rows):
                 routed = e >= 0
                 at = warp * padded + e.max(0)
                 before = simt.at(counts, at)
-                place = simt.at(starts, e.max(0)) + before + _population(same & below)
+                place = simt.at(starts, e.max(0)) + before + simt.population(same & below)
                 utils.inline_ptx("bar.warp.sync 0xffffffff;", has_side_effects=True, convergent=True)
                 with mgpu.when(arith.andi(routed, (same & below).equals(0))):
-                    simt.put(counts, at, before + _population(same))
+                    simt.put(counts, at, before + simt.population(same))
                 utils.inline_ptx("bar.warp.sync 0xffffffff;", has_side_effects=True, convergent=True)
                 with mgpu.when(routed):
                     simt.put(token, place, s // per_token)
@@ -166,22 +165,3 @@ def _plan(slots, per_token, experts, widest, rows):
             simt.put(token, first + i * THREADS, Int(0))
 
     return body
-
-
-def _shuffle(x: Int, lane: int, clamp: int, kind) -> Int:
-    return Int(nvvm.shfl_sync(Int(FULL_WARP).v, x.v, Int(lane).v, Int(clamp).v, kind))
-
-
-def _scan(x: Int, lane: Int) -> Int:
-    """Sum over the lanes up to this one."""
-    for distance in (1, 2, 4, 8, 16):
-        x = simt.select(lane < distance, x, x + _shuffle(x, distance, 0, nvvm.ShflKind.up))
-    return x
-
-
-def _last(x: Int) -> Int:
-    return _shuffle(x, LANES - 1, 31, nvvm.ShflKind.idx)
-
-
-def _population(x: Int) -> Int:
-    return Int(utils.inline_ptx("popc.b32 $0, $1;", x.v, result_types=simt.i32()))

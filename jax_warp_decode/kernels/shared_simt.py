@@ -25,7 +25,6 @@ from jax_warp_decode.errors import UnsupportedError
 from jax_warp_decode.kernels import simt
 from jax_warp_decode.kernels.simt import LANES, WARPGROUP, Int
 
-FULL_WARP = -1  # lane mask
 UNROLL = 4  # loads of a thread in flight
 
 
@@ -88,7 +87,7 @@ def plan(tokens: int, experts: int, slots: int, threads: int):
             for e in (lane + first for first in range(start, min(start + LANES * UNROLL, padded_experts), LANES)):
                 count = simt.at(count_s, e)
                 both = ((count + (tokens - 1)) // tokens) << 16 | count
-                found.append((e, count, both, _scan(both, lane)))
+                found.append((e, count, both, simt.scan(both, lane)))
             for e, count, both, inclusive in found:
                 before, passes = total + inclusive - both, both >> 16
                 first, place = before >> 16, before & 0xFFFF
@@ -101,7 +100,7 @@ def plan(tokens: int, experts: int, slots: int, threads: int):
                     simt.put(place_s, first + q, place + q * tokens)
                     simt.put(info_s, first + q, number << 16 | (count - q * tokens).min(tokens))
 
-                total = total + _shuffle(inclusive, LANES - 1, 31, nvvm.ShflKind.idx)
+                total = total + simt.last_lane(inclusive)
 
         simt.put(total_s, Int(0), total >> 16)
         simt.meet(threads)
@@ -153,17 +152,6 @@ def sort(experts: int, slots: int, threads: int):
     return body
 
 
-def _shuffle(x: Int, lane: int, clamp: int, kind) -> Int:
-    return Int(nvvm.shfl_sync(Int(FULL_WARP).v, x.v, Int(lane).v, Int(clamp).v, kind))
-
-
-def _scan(x: Int, lane: Int) -> Int:
-    """Sum over the lanes up to this one."""
-    for distance in (1, 2, 4, 8, 16):
-        x = simt.select(lane < distance, x, x + _shuffle(x, distance, 0, nvvm.ShflKind.up))
-    return x
-
-
 def select(tokens: int, slots: int, threads: int):
     """Slots number pass_ * tokens .. of an expert, ascending, to their place in order_s: the same in all CTAs."""
 
@@ -180,18 +168,14 @@ def select(tokens: int, slots: int, threads: int):
             hit = (simt.at(drawn_s, s) & 0xFFFF).equals(e)
             hits = Int(utils.inline_ptx("vote.sync.ballot.b32 $0, $1, 0xffffffff;", hit, result_types=simt.i32(),
                                         has_side_effects=True, convergent=True))
-            rank = before + _population(hits & below)
+            rank = before + simt.population(hits & below)
             with mgpu.when(arith.andi(hit, arith.andi(rank >= 0, rank < tokens))):
                 simt.put(order_s, place + rank, s)
-            return before + _population(hits)
+            return before + simt.population(hits)
 
         del found
 
     return body
-
-
-def _population(x: Int) -> Int:
-    return Int(utils.inline_ptx("popc.b32 $0, $1;", x.v, result_types=simt.i32()))
 
 
 # ------------------------------------------------------------------------------------------------- operands and results

@@ -3,10 +3,11 @@
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref
+from jaxlib.mlir.dialects import arith, llvm, memref, nvvm
 
 WARPGROUP = 128
 LANES = 32
+FULL_WARP = -1  # lane mask
 
 
 def i32() -> ir.Type:
@@ -121,3 +122,24 @@ def global_offset(base, row: Int, row_bytes: int, offset: Int) -> ir.Value:
     wide = ir.IntegerType.get_signless(64)
     start = arith.muli(arith.extui(wide, row.v), arith.constant(wide, row_bytes))
     return arith.addi(base, arith.addi(start, arith.extui(wide, offset.v)))
+
+
+def shuffle(x: Int, lane: int, clamp: int, kind) -> Int:
+    return Int(nvvm.shfl_sync(Int(FULL_WARP).v, x.v, Int(lane).v, Int(clamp).v, kind))
+
+
+def last_lane(x: Int) -> Int:
+    """The value of the warp's last lane, in all lanes."""
+    return shuffle(x, LANES - 1, 31, nvvm.ShflKind.idx)
+
+
+def scan(x: Int, lane: Int) -> Int:
+    """Sum over the lanes up to this one."""
+    for distance in (1, 2, 4, 8, 16):
+        x = select(lane < distance, x, x + shuffle(x, distance, 0, nvvm.ShflKind.up))
+    return x
+
+
+def population(x: Int) -> Int:
+    """How many bits are set."""
+    return Int(utils.inline_ptx("popc.b32 $0, $1;", x.v, result_types=i32()))
