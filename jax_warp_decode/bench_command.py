@@ -11,6 +11,7 @@ import math
 import statistics
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
@@ -69,8 +70,7 @@ def _bench(preset, format: str, batches, options, console) -> None:
     console.print(f"\n{preset.name}, {format}, {options.pattern} routing: us per layer, routed experts only; in "
                   "brackets times the read of the same bytes", soft_wrap=True)
     for batch in batches:
-        x_dtype = inputs.make_x(jax.random.key(0), 1, preset).dtype
-        taken = choose(batch, experts[0], experts_per_token=preset.experts_per_token, x_dtype=x_dtype)
+        taken = choose(batch, experts[0], experts_per_token=preset.experts_per_token, x_dtype=jnp.bfloat16)
         timings, unique, refused = _measure(preset, experts, batch, options)
         read = timings.pop("read").us
         parts = [f"{'*' if name == taken.strategy else ''}{name} {t.us:.1f} ({t.us / read:.2f} x)"
