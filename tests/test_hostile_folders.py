@@ -1,5 +1,6 @@
 """Folders from an enemy: 500 and more mutations of sound ones. Each is refused in one short message, or loads whole."""
 
+import gc
 import json
 import os
 import resource
@@ -55,6 +56,14 @@ def sound(tmp_path_factory):
         write_sound(root / name, name == "sharded")
         assert set(load_moe_blocks(root / name)) == set(range(L))
     return root
+
+
+@pytest.fixture(autouse=True)
+def only_own_garbage():
+    """Collections walk all that this process holds; what other tests left there is none of the loader's time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 # ---------------------------------------------------------------------------------------------------------- mutations
