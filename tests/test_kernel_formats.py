@@ -1,5 +1,7 @@
 """The two warp-decode kernels with every weight format, biases and activations, interpreted, against the oracle."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -183,3 +185,13 @@ def test_the_heuristics_fit_every_shape(format):
                 for config in (DownConfig.heuristic(T, 4, n, cols, format),
                                GateUpConfig.heuristic(T, 4, cols, n, format)):
                     checks.config_fits("w", RowTile(cols, format, config.lanes, config.rows), n, config.unroll)
+
+
+@pytest.mark.parametrize("format", kernel_format.KERNEL_FORMATS)
+def test_every_tile_has_registers(format):
+    """Layouts that the interpreter does not look at, and the compiler refuses where an axis is of size 1."""
+    for cols, lanes in itertools.product((32, 64, 96, 128, 384, 640, 2816, 2880), (4, 8, 16, 32)):
+        rows = RowTile(cols, format, lanes, 1)
+        if rows.step <= cols:
+            for axes in ("SWGCV", "SWGC", "GCV", "SW"):
+                rows._layout(axes).to_mgpu()

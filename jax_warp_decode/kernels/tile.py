@@ -109,9 +109,13 @@ class RowTile:
 
     @property
     def _lane_axes(self) -> dict[str, int]:
-        """Axes over the lanes of a row; the first one is sliced to choose the step."""
+        """Axes over the lanes of a row; G is sliced to choose the step. A step of one block has none: an index does it.
+
+        (Register layouts refuse axes of size 1.)
+        """
         shared = self._block // self.vec
-        return dict(G=self.lanes // shared, C=shared) if shared > 1 else dict(G=self.lanes)
+        axes = dict(G=self.lanes // shared, C=shared)
+        return {name: size for name, size in axes.items() if size > 1}
 
     @property
     def _axes(self) -> dict[str, int]:
@@ -193,40 +197,44 @@ class RowTile:
 
     def _start(self, step):
         """First group of a step; the last step starts early if the steps do not divide the row."""
-        per_step = self._lane_axes["G"]
+        per_step = self._lane_axes.get("G", 1)
         if isinstance(step, int):
             return min(step * per_step, self._chunks[0] - per_step)
         return jnp.minimum(step * per_step, self._chunks[0] - per_step) if self.cols % self.step else step * per_step
 
+    def _columns(self, step):
+        """A step as an index of the first axis of `_chunks`."""
+        start = self._start(step)
+        return pl.ds(start, self._lane_axes["G"]) if "G" in self._lane_axes else start
+
     def load(self, refs, expert, row_tile, step) -> tuple:
         """Raw weights and scales of one step: nothing computed yet."""
         values_ref, *scale_refs = refs
-        columns = pl.ds(self._start(step), self._lane_axes["G"])
-        index = (expert, *self.row_index(row_tile), columns)
+        index = (expert, *self.row_index(row_tile), self._columns(step))
         values = plgpu.load(values_ref.at[index], layout=self._layout("SWGCV"), optimized=False)
         return values, *(self._load_scale(scale, ref, expert, row_tile, step)
                          for scale, ref in zip(self.spec.scales, scale_refs, strict=True))
 
     def _load_scale(self, scale: Scale, ref, expert, row_tile, step):
-        index = (expert,)
+        index: tuple = (expert,)
         if scale.rows == 1:
             index += self.row_index(row_tile)
         elif scale.rows:  # `config_fits` sees to it that a tile lies under one row of scales
             index += (lax.div(row_tile * self.out_rows, jnp.int32(scale.rows)),)
         if self._lines_up(scale):
             axes = self._scale_axes(scale)
-            index += (pl.ds(self._start(step), self._lane_axes["G"]),) if scale.cols else ()
+            index += (self._columns(step),) if scale.cols else ()
             return plgpu.load(ref.at[index], layout=self._layout(axes), optimized=False) if axes else ref[index]
         # Lanes of a row see up to `most` scales, the first of them from some column on: load these, `_scale` selects.
+        assert scale.cols is not None  # else it lines up
         first, _ = self._first_column(scale, step)
         most, last = (scale.cols - self.vec + self.step - 1) // scale.cols + 1, (self.cols - 1) // scale.cols
         clamp = min if isinstance(first, int) else jnp.minimum
         return [ref[(*index, clamp(first + j, last))] for j in range(most)]
 
-    @staticmethod
-    def _scale_axes(scale: Scale) -> str:
+    def _scale_axes(self, scale: Scale) -> str:
         """Axes of the tile along which a scale differs."""
-        return ("SW" if scale.rows == 1 else "") + ("G" if scale.cols else "")
+        return ("SW" if scale.rows == 1 else "") + ("G" if scale.cols and "G" in self._lane_axes else "")
 
     def _lines_up(self, scale: Scale) -> bool:
         """Whether every group of chunks lies under one scale, in every step."""
@@ -234,6 +242,7 @@ class RowTile:
 
     def _first_column(self, scale: Scale, step) -> tuple:
         """Which scale the first column of a step lies under, and how far in."""
+        assert scale.cols is not None
         return divide(self._start(step) * self.vec, scale.cols)
 
     def _scale(self, scale: Scale, raw, step) -> jax.Array:
@@ -247,6 +256,7 @@ class RowTile:
             column = plgpu.broadcasted_iota(jnp.int32, (self.lanes,), 0, layout=self._layout("G")) * self.vec
             column += self._first_column(scale, step)[1]
             factor = lax.broadcast_in_dim(scale.to_f32(raw[0]), (self.lanes,), ())
+            assert scale.cols is not None
             for j, later in enumerate(raw[1:], start=1):
                 factor = jnp.where(column >= j * scale.cols, scale.to_f32(later), factor)
         lanes = [i for i, name in enumerate(self._axes) if name in axes]
@@ -255,7 +265,7 @@ class RowTile:
 
     def load_vector(self, ref, index: tuple, step) -> jax.Array:
         """The piece of an activation that meets the weights of `step`, as stored; the same in every warp and row."""
-        piece = ref.at[(*index, pl.ds(self._start(step), self._lane_axes["G"]))]
+        piece = ref.at[(*index, self._columns(step))]
         return plgpu.load(piece, layout=self._layout("GCV"), optimized=False)
 
     def widen(self, vector: jax.Array) -> tuple[jax.Array, ...]:
@@ -286,7 +296,7 @@ class RowTile:
             partial = partial * jnp.float32(self.spec.gain)
         for scale, raw in zip(self.spec.scales, scales, strict=True):  # once for a whole chunk
             partial = partial * self._scale(scale, raw, step)
-        seen = step * self._lane_axes["G"] - self._start(step) if self.cols % self.step else 0
+        seen = step * self._lane_axes.get("G", 1) - self._start(step) if self.cols % self.step else 0
         if not isinstance(seen, int) or seen:
             group = plgpu.broadcasted_iota(
                 jnp.int32, partial.shape, len(self._row_axes), layout=self._layout("SWGC"))
@@ -297,6 +307,20 @@ class RowTile:
         """One number per row of the tile, from [E, *result_shape(n)], in float32."""
         index = (expert, *self.row_index(row_tile))
         return plgpu.load(ref.at[index], layout=self._layout("SW"), optimized=False).astype(jnp.float32)
+
+    def sums_type(self) -> plgpu.ShapeDtypeStruct:
+        """What `reduce` returns."""
+        return plgpu.ShapeDtypeStruct(self._shape("SW"), jnp.float32, layout=self._layout("SW"))
+
+    def activate(self, sums, bias_refs: list[list], activation, expert, routed, row_tile) -> jax.Array:
+        """Results of the projections, with biases where there are any, to the activation; 0 where nothing is routed."""
+        biased = any(bias_refs)
+        if biased:
+            own = jnp.where(routed, expert, jnp.int32(0))
+            sums = [total + self.load_rows(refs[0], own, row_tile) if refs else total
+                    for total, refs in zip(sums, bias_refs, strict=True)]
+        h = activation.apply(*([None] * (2 - len(sums))), *sums)
+        return jnp.where(lax.broadcast_in_dim(routed, h.shape, ()), h, jnp.float32(0)) if biased else h
 
     def reduce(self, accumulator: jax.Array) -> jax.Array:
         """Butterfly over the lanes of a row: the row results, equal in all its lanes."""
@@ -315,7 +339,7 @@ def pick_tile(cols: int, n: int, format: str, per_warp: int) -> tuple[int, int]:
     fits = [lanes for lanes in (32, 16, 8, 4) if lanes * vec <= cols]
     waste = {lanes: -cols % (lanes * vec) / cols for lanes in fits}
     snug = [lanes for lanes in fits if waste[lanes] <= 0.1 and LANES // lanes <= per_warp]
-    even = [lanes for lanes in fits if waste[lanes] <= 0.34] or [min(fits, key=waste.get, default=4)]
+    even = [lanes for lanes in fits if waste[lanes] <= 0.34] or [min(fits, key=waste.__getitem__, default=4)]
     lanes = (snug or even)[0]
     rows = max(1, per_warp * lanes // LANES)
     while n % (WARPS * rows * LANES // lanes):  # ends at rows = 1, as n is a multiple of 32 and lanes at least 4
