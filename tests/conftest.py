@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+QUICK = "--xla_backend_optimization_level=0"  # small programs spend their time in the compiler
+
 
 def pytest_addoption(parser):
     parser.addoption("--gpu", action="store_true", help="run the tests marked gpu, on the GPU, and no others")
@@ -15,6 +17,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if not config.getoption("--gpu"):
         os.environ["JAX_PLATFORMS"] = "cpu"  # before jax is imported; subprocesses inherit it
+        os.environ.setdefault("XLA_FLAGS", QUICK)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -40,3 +43,16 @@ def interpreter():
 
 
 sys.path.insert(0, os.path.dirname(__file__))  # tests import oracle and aot by name, however pytest was started
+
+
+@pytest.fixture(scope="module")
+def machines():
+    """Kernels of a module are compiled as for a GPU, and their PTX is executed; yields the machines that ran."""
+    import aot
+
+    if reason := aot.missing_tools():
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+    from ptx import launch
+
+    with launch.emulated() as found:
+        yield found

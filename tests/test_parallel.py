@@ -12,7 +12,8 @@ TESTS = pathlib.Path(__file__).parent
 
 
 def environment(devices):
-    return dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}",
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    return dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS=flags,
                 PYTHONPATH=os.pathsep.join([str(TESTS.parent), str(TESTS)]))
 
 
@@ -29,9 +30,10 @@ PROCESS = """
 import sys
 import jax, jax.numpy as jnp, numpy as np
 import oracle
+from flax import nnx
 from jax_warp_decode import Routing
 from jax_warp_decode.checkpoint_sharding import load_experts
-from jax_warp_decode.checkpoints import reader
+from jax_warp_decode.checkpoints import load_model, reader
 from jax_warp_decode.demo import bundled_model
 from jax_warp_decode.parallel import ExpertSharding, moe_sharded
 jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
@@ -52,6 +54,12 @@ reader.StoredTensor.read_into = lambda self, out, fill=reader.StoredTensor.read_
     read.append(self.nbytes), fill(self, out))
 layer = load_experts(bundled_model("mxfp8"), sharding, layers=[1])[1]
 assert 2 * sum(read) == sum(a.nbytes for a in jax.tree.leaves(layer)), (sum(read), layer)
+
+read.clear()  # a whole decoder: half of the experts, all of the rest
+model = load_model(bundled_model("mxfp8"), sharding=sharding)
+experts = sum(a.nbytes for layer in model.layers for a in jax.tree.leaves(layer.moe.experts))
+assert sum(read) == sum(a.nbytes for a in jax.tree.leaves(nnx.state(model))) - experts // 2, (sum(read), experts)
+assert len(model.embed.embedding.get_value().sharding.device_set) == 4
 print("right on", jax.process_index())
 """
 
@@ -64,7 +72,7 @@ def test_two_processes():
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) for i in range(2)]
     try:
         for i, process in enumerate(both):
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=240)
             assert process.returncode == 0 and f"right on {i}" in out, err[-4000:]
     finally:
         for process in both:
