@@ -1,16 +1,21 @@
 """Which strategy a layer would run with, which configurations its kernels would take, and why."""
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import jax
+from jax.typing import DTypeLike
 
 from jax_warp_decode import tuning
 from jax_warp_decode.choose import Choice, choose
 from jax_warp_decode.experts import ExpertWeights
-from jax_warp_decode.kernels import DownConfig, GateUpConfig, checks
+from jax_warp_decode.kernels import checks, down, gate_up
 
-# The config class of each kernel, by the name that its measurements carry.
-KERNELS = {"moe_gate_up": GateUpConfig, "moe_down": DownConfig}
+if TYPE_CHECKING:
+    from jax_warp_decode.parallel import ExpertSharding
+
+# The config classes of each kernel, by the name that its measurements carry; the first has a heuristic.
+KERNELS = {"moe_gate_up": gate_up.CONFIGS, "moe_down": down.CONFIGS}
 
 
 def explain_config(experts: ExpertWeights, *, tokens: int, experts_per_token: int) -> dict[str, tuning.Found]:
@@ -39,8 +44,8 @@ def explain_config(experts: ExpertWeights, *, tokens: int, experts_per_token: in
         rows, cols = w.shape[-2:]
         checks.dimensions(name, cols, rows, checks.format_of(name, w))
     H, I, format = experts.hidden, experts.intermediate, experts.format
-    return {kernel: tuning.find(kernel, kind, None, format=format, T=tokens, K=experts_per_token, H=H,
-                                I=I) for kernel, kind in KERNELS.items()}
+    return {kernel: tuning.find(kernel, kinds, None, format=format, T=tokens, K=experts_per_token, H=H,
+                                I=I) for kernel, kinds in KERNELS.items()}
 
 
 # Strategies whose kernels have configurations to tell.
@@ -64,8 +69,8 @@ class Explanation:
         return "\n  ".join([str(self.choice), *lines])
 
 
-def explain(experts: ExpertWeights, *, tokens: int, experts_per_token: int, x_dtype, strategy: str = "auto",
-            sharding=None, interpret: bool = False) -> Explanation:
+def explain(experts: ExpertWeights, *, tokens: int, experts_per_token: int, x_dtype: DTypeLike,
+            strategy: str = "auto", sharding: "ExpertSharding | None" = None, interpret: bool = False) -> Explanation:
     """The strategy of a call, why, and the configurations of its kernels.
 
     Args:

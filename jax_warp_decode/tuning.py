@@ -17,17 +17,14 @@ kernel is first traced and again when it has changed; functions that are compile
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 
 from jax_warp_decode.errors import ArgumentError
-from jax_warp_decode.kernels import checks
-from jax_warp_decode.kernels.tile import RowTile
 from jax_warp_decode.tuned_table import Entry, Table, packaged_table, refused, user_table
 
 MOST_RATIO = 2  # between the T that is asked for and the T that was measured
-# The weight of a kernel, the length of its rows and their number.
-WALKS = {"moe_gate_up": ("w_gate", "H", "I"), "moe_down": ("w_down", "I", "H")}
 
 _overrides = jax.make_user_context(default_value=())
 
@@ -52,22 +49,22 @@ def override(*configs):
       >>> from jax_warp_decode import tuning
       >>> from jax_warp_decode.kernels import DownConfig
       >>> with tuning.override(DownConfig(lanes=32, rows=1, unroll=4)):
-      ...     tuning.find("moe_down", DownConfig, None, format="bf16", T=1, K=8, H=2048, I=768)
+      ...     tuning.find("moe_down", (DownConfig,), None, format="bf16", T=1, K=8, H=2048, I=768)
       Found(config=DownConfig(lanes=32, rows=1, unroll=4), source='tuning.override')
     """
     for config in configs:
-        if not (dataclasses.is_dataclass(config) and hasattr(type(config), "heuristic")):
+        if not (dataclasses.is_dataclass(config) and hasattr(type(config), "check")):
             raise ArgumentError(
                 f"configs: got {config!r}, expected a kernel configuration such as GateUpConfig or DownConfig")
     return _overrides((*configs, *_overrides.value))
 
 
-def find(kernel: str, kind: type, config, *, format: str, T: int, K: int, H: int, I: int) -> Found:
+def find(kernel: str, kinds: tuple[Any, ...], config: Any, *, format: str, T: int, K: int, H: int, I: int) -> Found:
     """The configuration of one kernel call, see the module docstring.
 
     Args:
-      kernel: "moe_gate_up" or "moe_down", a key of `WALKS`.
-      kind: its config class, with a classmethod `heuristic(T, K, H, I, format)`.
+      kernel: "moe_gate_up" or "moe_down".
+      kinds: its config classes; the first has a classmethod `heuristic(T, K, H, I, format)`.
       config: the caller's own choice, or None.
       format: of the weights, see `experts.weight_format`.
       T, K, H, I: tokens, experts per token, hidden and intermediate size.
@@ -78,19 +75,19 @@ def find(kernel: str, kind: type, config, *, format: str, T: int, K: int, H: int
     if config is not None:
         return Found(config, "the config argument")
     for config in _overrides.value:
-        if isinstance(config, kind):
+        if isinstance(config, kinds):
             return Found(config, "tuning.override")
     device = device_kind()
     if device is None:
-        return Found(kind.heuristic(T, K, H, I, format), "heuristic: no GPU, so no measurement applies")
+        return Found(kinds[0].heuristic(T, K, H, I, format), "heuristic: no GPU, so no measurement applies")
     for table in (user_table(device), packaged_table(device)):
-        measured = table and table.shapes.get((kernel, format, H, I, K))
-        nearest = measured and nearest_tokens(measured, T)
-        if nearest:
+        measured = table.shapes.get((kernel, format, H, I, K)) if table else None
+        nearest = nearest_tokens(measured, T) if measured else None
+        if table and measured and nearest:
             entry = measured[nearest]
-            found = _make(kind, entry, table)
+            found = _make(kinds, entry, table)
             return Found(found, f"{table.path}, measured with T={nearest}, jax {entry.jax}, {entry.date[:10]}")
-    return Found(kind.heuristic(T, K, H, I, format),
+    return Found(kinds[0].heuristic(T, K, H, I, format),
                  f"heuristic: nothing measured on {device} for {format} H={H} I={I} K={K} near T={T}")
 
 
@@ -112,22 +109,18 @@ def nearest_tokens(measured, T: int) -> int | None:
     return best if ratio(best) <= MOST_RATIO else None
 
 
-def check_fits(kernel: str, config, *, H: int, I: int, format: str) -> None:
-    """Raises `ArgumentError` if a configuration does not divide the work of a kernel."""
-    weight, cols, n = WALKS[kernel]
-    sizes = dict(H=H, I=I)
-    checks.config_fits(weight, RowTile(sizes[cols], format, config.lanes, config.rows), sizes[n], config.unroll)
-
-
-def _make(kind: type, entry: Entry, table: Table):
-    fields = {f.name: f.type for f in dataclasses.fields(kind)}
-    wrong = [name for name, value in entry.config.items() if not isinstance(value, fields.get(name, ()))]
-    if wrong:
-        raise refused(table.path, f"holds {wrong[0]}={entry.config[wrong[0]]!r} for {entry.kernel}, expected the "
-                                  f"fields {sorted(fields)} of {kind.__name__}")
+def _make(kinds: tuple[Any, ...], entry: Entry, table: Table):
+    """The configuration of an entry: of the class that has its fields."""
+    fields: list[dict[str, Any]] = [{f.name: f.type for f in dataclasses.fields(kind)} for kind in kinds]
+    fitting = [kind for kind, types in zip(kinds, fields, strict=True) if types.keys() == entry.config.keys()
+               and all(isinstance(value, types[name]) for name, value in entry.config.items())]
+    if not fitting:
+        held = ", ".join(f"{name}={value!r}" for name, value in entry.config.items())
+        expected = " or ".join(f"{kind.__name__}({', '.join(of)})" for kind, of in zip(kinds, fields, strict=True))
+        raise refused(table.path, f"holds {held} for {entry.kernel}, expected integers: {expected}")
+    config = fitting[0](**entry.config)
     try:
-        config = kind(**entry.config)
-        check_fits(entry.kernel, config, H=entry.H, I=entry.I, format=entry.format)
-    except (ArgumentError, TypeError) as error:
+        config.check(entry.H, entry.I, entry.K, entry.format)
+    except ArgumentError as error:
         raise refused(table.path, f"holds a configuration that does not fit ({error})") from None
     return config

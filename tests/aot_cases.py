@@ -11,7 +11,14 @@ from jax_warp_decode import tuning
 from jax_warp_decode.activations import ACTIVATIONS, get_activation
 from jax_warp_decode.experts import ExpertWeights
 from jax_warp_decode.formats import FORMATS
-from jax_warp_decode.kernels import DownConfig, GateUpConfig, moe_down_3d_batched, moe_gate_up_3d_batched
+from jax_warp_decode.kernels import (
+    DownConfig,
+    DownTensorConfig,
+    GateUpConfig,
+    GateUpTensorConfig,
+    moe_down_3d_batched,
+    moe_gate_up_3d_batched,
+)
 from jax_warp_decode.paths import grouped_kernels, warp_decode
 from jax_warp_decode.routing import Routing
 
@@ -92,13 +99,26 @@ def config_cases():
     """Kernels away from the heuristic's choice: narrower lanes, and an unroll that leaves steps over."""
     H, I, E, K = SHAPES["qwen3-30b"]
     ids, weights = S((2, K), jnp.int32), S((2, K), jnp.float32)
-    for fmt, lanes in itertools.product(("bf16", "mxfp8"), (16, 4)):
+    for fmt, lanes in (("bf16", 16), ("mxfp8", 4)):
         x, h = S((2, H), jnp.bfloat16), S((2, K, I), jnp.float32)
         w, w_down = _weight(fmt, E, I, H), _weight(fmt, E, H, I)
         gate_up = functools.partial(moe_gate_up_3d_batched, config=GateUpConfig(lanes, 2, 3))
         down = functools.partial(moe_down_3d_batched, config=DownConfig(lanes, 1, 5))
         yield f"gate_up-{fmt}-small", gate_up, (x, ids, w, w), LIMITS
         yield f"down-{fmt}-small", down, (h, ids, weights, w_down), LIMITS
+
+
+def tensor_cases():
+    """Dots on the tensor cores: activations and sums in shared memory, scales of two bytes."""
+    H, I, E, K = SHAPES["qwen3-30b"]
+    limits = dict(max_narrow_loads=12, max_barriers=4, max_shared=64)
+    gate_up = functools.partial(moe_gate_up_3d_batched, config=GateUpTensorConfig(1, 1))
+    down = functools.partial(moe_down_3d_batched, config=DownTensorConfig(1, 1, 8, 1))
+    x, h = S((1, H), jnp.bfloat16), S((1, K, I), jnp.float32)
+    ids, weights = S((1, K), jnp.int32), S((1, K), jnp.float32)
+    w, w_down = _weight("mxfp4", E, I, H), _weight("mxfp8", E, H, I)
+    yield "gate_up-mxfp4-tensor", gate_up, (x, ids, w, w), limits
+    yield "down-mxfp8-tensor", down, (h, ids, weights, w_down), limits
 
 
 def activation_cases():
@@ -130,5 +150,6 @@ def aot_cases():
     yield from format_cases()
     yield from bias_cases()
     yield from config_cases()
+    yield from tensor_cases()
     yield from activation_cases()
     yield from router_cases()

@@ -10,10 +10,18 @@ import oracle
 import pytest
 import test_kernel_formats
 
-from jax_warp_decode import ExpertWeights, Routing, dequantize
+from jax_warp_decode import ArgumentError, ExpertWeights, Routing, dequantize
 from jax_warp_decode.activations import get_activation
 from jax_warp_decode.formats import FORMATS
-from jax_warp_decode.kernels import DownConfig, GateUpConfig, moe_down_3d_batched, moe_gate_up_3d_batched
+from jax_warp_decode.kernels import (
+    DownConfig,
+    DownTensorConfig,
+    GateUpConfig,
+    GateUpTensorConfig,
+    moe_down_3d_batched,
+    moe_gate_up_3d_batched,
+    row_products,
+)
 from jax_warp_decode.measure import inputs
 from jax_warp_decode.paths import warp_decode
 from jax_warp_decode.presets import Preset
@@ -90,6 +98,20 @@ def check(x, routing, experts, activation="silu", gate_up=None, down=None):
 def test_every_format_and_shape(format, shape):
     experts = make(shape, format)
     check(jax.random.normal(jax.random.key(1), (3, experts.hidden), jnp.bfloat16), make_routing(shape, 3), experts)
+
+
+@pytest.mark.parametrize("shape", ["qwen3-30b", "gpt-oss", "gemma4"])
+@pytest.mark.parametrize("format", row_products.FORMATS)
+def test_tensor_cores(format, shape):
+    experts = make(shape, format)
+    x = jax.random.normal(jax.random.key(1), (3, experts.hidden), jnp.bfloat16)
+    for gate_up, down in (((1, 1), (1, 1, 8, 1)), ((2, 1), (2, 1, 4, 2)), ((1, 2), (1, 2, 8, 3))):
+        gate_up, down = GateUpTensorConfig(*gate_up), DownTensorConfig(*down)
+        try:
+            gate_up.check(experts.hidden, experts.intermediate, experts.num_experts, format)
+        except ArgumentError:  # 2880 and 704 are not multiples of every tile under one row of scales
+            continue
+        check(x, make_routing(shape, 3), experts, gate_up=gate_up, down=down)
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "fp8_tensor", "int4_group32"])

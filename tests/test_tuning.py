@@ -14,7 +14,7 @@ from rich.console import Console
 from jax_warp_decode import ArgumentError, ExpertWeights, UnsupportedError, cli, tuned_table, tuning
 from jax_warp_decode import autotune as tune
 from jax_warp_decode.explain import KERNELS, explain_config
-from jax_warp_decode.kernels import DownConfig, GateUpConfig, moe_down_3d_batched, moe_gate_up_3d_batched
+from jax_warp_decode.kernels import DownConfig, GateUpConfig, down, moe_down_3d_batched, moe_gate_up_3d_batched
 from jax_warp_decode.measure import job as measured_job
 from jax_warp_decode.measure import timing
 from jax_warp_decode.measure.candidates import candidates
@@ -34,7 +34,7 @@ def entry(lanes=32, rows=1, unroll=2, **changes):
 
 
 def find(config=None, **changes):
-    return tuning.find("moe_down", DownConfig, config, **SHAPE | changes)
+    return tuning.find("moe_down", down.CONFIGS, config, **SHAPE | changes)
 
 
 @pytest.fixture
@@ -117,7 +117,8 @@ def test_a_file_is_read_again_when_it_changes(files):
     ([dict(config={"lanes": 8, "rows": 1, "unroll": 0})], ["does not fit", "unroll=0"]),
     ([dict(config={"lanes": "8", "rows": 1, "unroll": 1})], ["lanes='8'"]),
     ([dict(config={"lanes": 8, "rows": 1, "unroll": 1, "warps": 4})], ["warps=4", "DownConfig"]),
-    ([dict(config={"lanes": 8, "rows": 1})], ["does not fit", "unroll"]),
+    ([dict(config={"lanes": 8, "rows": 1})], ["holds lanes=8, rows=1", "unroll"]),
+    ([dict(config={"tiles": 1, "unroll": 1, "warps": 4, "parts": 1})], ["does not fit", "bf16"]),
 ])
 def test_a_file_that_cannot_be_used_is_named_with_the_way_out(files, monkeypatch, content, words):
     user, _ = files
@@ -231,11 +232,11 @@ def test_candidates_fit_every_preset(preset):
     for kernel, format, T in itertools.product(KERNELS, ("mxfp8", "bf16"), (1, 8)):
         sizes = dict(H=preset.hidden, I=preset.intermediate, format=format)
         found = candidates(kernel, T=T, K=preset.experts_per_token, **sizes)
-        assert found[0] == KERNELS[kernel].heuristic(T, preset.experts_per_token, preset.hidden, preset.intermediate,
+        assert found[0] == KERNELS[kernel][0].heuristic(T, preset.experts_per_token, preset.hidden, preset.intermediate,
                                                      format)
         assert len(set(found)) == len(found) <= 16 and (len(found) > 8 or preset.name == "tiny-docs")
         for config in found:
-            tuning.check_fits(kernel, config, **sizes)
+            config.check(K=preset.experts_per_token, **sizes)
 
 
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=str)
@@ -296,8 +297,8 @@ def interpreted(monkeypatch):
     """A GPU played by the interpreter, whose clock prefers many rows and whose results are wrong for 32 lanes."""
     real, pairs = measured_job.moe, []
 
-    def moe(*args, strategy):
-        y = real(*args, strategy=strategy, interpret=strategy == "warp_decode")
+    def moe(*args, strategy, **options):
+        y = real(*args, strategy=strategy, interpret=strategy == "warp_decode", **options)
         if strategy == "warp_decode":
             pairs.append({type(c): c for c in tuning._overrides.value})
             y = y * jnp.asarray(2 if pairs[-1][GateUpConfig].lanes == 32 else 1, y.dtype)

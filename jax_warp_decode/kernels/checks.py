@@ -120,10 +120,13 @@ def dimensions(name: str, cols: int, n: int, format: str) -> None:
             f"[.., {math.ceil(n / 32) * 32}, {max(32, math.ceil(cols / 32) * 32)}] once, or {WAY_OUT}")
 
 
-def config_type(config, kind: type):
-    """The config, or an error if it is another kernel's."""
-    if not isinstance(config, kind):
-        raise ArgumentError(f"config: got {type(config).__name__}, expected {kind.__name__} or None")
+def config_type(config, kinds: tuple[type, ...], interpret=False):
+    """The config, or an error if it is another kernel's; of its classes, the interpreter can run the first."""
+    runnable = kinds[:1] if interpret else kinds
+    if not isinstance(config, runnable):
+        where = " in the interpreter" if isinstance(config, kinds) else ""
+        raise ArgumentError(f"config: got {type(config).__name__}{where}, expected "
+                            f"{' or '.join(kind.__name__ for kind in runnable)} or None")
     return config
 
 

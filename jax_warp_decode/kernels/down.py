@@ -17,11 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from jax_warp_decode import compat, tuning
 from jax_warp_decode.experts import Weight
 from jax_warp_decode.gradients import without_gradient
-from jax_warp_decode.kernels import checks, kernel_format, tile
+from jax_warp_decode.kernels import checks, down_tensor, kernel_format, row_products, tile
+from jax_warp_decode.kernels.down_tensor import DownTensorConfig
 from jax_warp_decode.kernels.expert_index import ExpertIndex, take
 from jax_warp_decode.kernels.tile import RowTile
 from jax_warp_decode.routing import float32_weights, int32_ids
@@ -53,6 +55,13 @@ class DownConfig:
         lanes, rows = tile.pick_tile(I, H, format, per_warp)
         in_flight = 24 if rows == 1 else 12 if narrow or T > 1 else 8
         return cls(lanes, rows, unroll=min(K * RowTile(I, format, lanes, rows).steps, max(1, in_flight // rows)))
+
+    def check(self, H: int, I: int, K: int, format: str) -> None:
+        """Raises `ArgumentError` if it does not fit."""
+        checks.config_fits("w_down", RowTile(I, format, self.lanes, self.rows), H, self.unroll)
+
+
+CONFIGS = (DownConfig, DownTensorConfig)
 
 
 @functools.cache
@@ -119,8 +128,8 @@ def moe_down_3d_batched(
     *,
     b_down: jax.Array | None = None,
     layer: jax.Array | int | None = None,
-    out_dtype=jnp.bfloat16,
-    config: DownConfig | None = None,
+    out_dtype: DTypeLike = jnp.bfloat16,
+    config: DownConfig | DownTensorConfig | None = None,
     interpret: bool | plgpu.InterpretGPUParams = False,
 ) -> jax.Array:
     """Down projection of every slot and the weighted sum over a token's slots, in one pass.
@@ -137,7 +146,8 @@ def moe_down_3d_batched(
       layer: with weights of several layers, [L, E, H, I], the one to read: an integer scalar, may be traced. Nothing is
         copied. A layer outside [0, L) reads no weight and yields 0.
       out_dtype: dtype of the result.
-      config: `DownConfig`; None takes a measured one or the heuristic, see `tuning`.
+      config: `DownConfig`, or `DownTensorConfig` for dots on the tensor cores (see `row_products` for the formats);
+        None takes a measured one or the heuristic, see `tuning`.
       interpret: True (or `InterpretGPUParams`) runs the kernel on the CPU, for tests.
 
     Returns:
@@ -165,13 +175,19 @@ def moe_down_3d_batched(
     if T * K * index.num_experts == 0:
         return jnp.zeros((T, H), out_dtype)
     checks.dimensions("w_down", I, H, format)
-    found = tuning.find("moe_down", DownConfig, config, format=format, T=T, K=K, H=H, I=I)
-    config = checks.config_type(found.config, DownConfig)
+    found = tuning.find("moe_down", CONFIGS, config, format=format, T=T, K=K, H=H, I=I)
+    config = checks.config_type(found.config, CONFIGS, interpret)
+    config.check(H, I, K, format)
+    slots = ids.reshape(-1), weights.reshape(-1)
+    if isinstance(config, DownTensorConfig):
+        bias_dtype = None if b_down is None else jnp.dtype(b_down.dtype)
+        kernel = down_tensor.build(T, K, H, I, format, index, bias_dtype, h.dtype, out_dtype, config)
+        return kernel(*slots, h.reshape(T * K, I), *layers, *row_products.operands(index.flatten(w_down)),
+                      *(() if b_down is None else (index.flatten(b_down),)))
     rows = RowTile(I, format, config.lanes, config.rows, h.dtype, bool(interpret))
-    checks.config_fits("w_down", rows, H, config.unroll)
     kernel = _build(T, K, rows, H, index, b_down is not None, out_dtype, config.unroll,
                     compat.interpret_params(interpret))
-    y = kernel(ids.reshape(-1), weights.reshape(-1), rows.vector_operand(h), *layers,
+    y = kernel(*slots, rows.vector_operand(h), *layers,
                *rows.weight_operands(index.flatten(w_down)),
                *(() if b_down is None else (rows.row_operand(index.flatten(b_down)),)))
     return y.reshape(T, H)

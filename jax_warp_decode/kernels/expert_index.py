@@ -48,7 +48,7 @@ class ExpertIndex:
         """What the kernel needs to know of the layer: nothing, or its number as int32 [1]."""
         return () if self.layers is None else (check_layer(layer, self.layers).reshape(1),)
 
-    def flatten(self, w: Weight) -> Weight:
+    def flatten[W: Weight](self, w: W) -> W:
         """A view [L * E, n, cols] of stacked weights; other weights as they are."""
         return w if self.layers is None else jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), w)
 

@@ -11,18 +11,21 @@ all but one of them hit L2.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from jax_warp_decode import compat, tuning
 from jax_warp_decode.activations import Activation, get_activation
 from jax_warp_decode.experts import Weight
 from jax_warp_decode.gradients import without_gradient
-from jax_warp_decode.kernels import checks, kernel_format, tile
+from jax_warp_decode.kernels import checks, gate_up_tensor, kernel_format, row_products, tile
 from jax_warp_decode.kernels.expert_index import ExpertIndex, take
+from jax_warp_decode.kernels.gate_up_tensor import GateUpTensorConfig
 from jax_warp_decode.kernels.tile import RowTile
 from jax_warp_decode.routing import int32_ids
 
@@ -52,6 +55,13 @@ class GateUpConfig:
         in_flight = 16 if narrow else 8
         return cls(lanes, rows, unroll=min(RowTile(H, format, lanes, rows).steps, max(1, in_flight // (2 * rows))))
 
+    def check(self, H: int, I: int, K: int, format: str) -> None:
+        """Raises `ArgumentError` if it does not fit."""
+        checks.config_fits("w_gate", RowTile(H, format, self.lanes, self.rows), I, self.unroll)
+
+
+CONFIGS = (GateUpConfig, GateUpTensorConfig)
+
 
 @functools.cache
 def _build(T: int, K: int, rows: RowTile, I: int, index: ExpertIndex, biases: tuple[bool, bool], activation: Activation,
@@ -79,13 +89,7 @@ def _build(T: int, K: int, rows: RowTile, I: int, index: ExpertIndex, biases: tu
 
         sums = tile.unrolled_loop(rows.steps, unroll, routed, group, [rows.zeros() for _ in range(matrices)])
         sums = [rows.reduce(total) for total in sums]
-        if any(biases):
-            own = jnp.where(routed, expert, jnp.int32(0))
-            sums = [total + rows.load_rows(*refs, own, row_tile) if refs else total
-                    for total, refs in zip(sums, bias_refs, strict=True)]
-        h = activation.apply(*([None] * (2 - matrices)), *sums)
-        if any(biases):  # what is not routed stays 0
-            h = jnp.where(lax.broadcast_in_dim(routed, h.shape, ()), h, jnp.float32(0))
+        h = rows.activate(sums, bias_refs, activation, expert, routed, row_tile)
         compat.store_unaligned(h_ref.at[pair, rows.row_slice(row_tile)], h.astype(out_dtype))
 
     return without_gradient(jax.jit(plgpu.kernel(
@@ -109,8 +113,8 @@ def moe_gate_up_3d_batched(
     b_up: jax.Array | None = None,
     layer: jax.Array | int | None = None,
     activation: str | Activation = "silu",
-    out_dtype=jnp.float32,
-    config: GateUpConfig | None = None,
+    out_dtype: DTypeLike = jnp.float32,
+    config: GateUpConfig | GateUpTensorConfig | None = None,
     interpret: bool | plgpu.InterpretGPUParams = False,
 ) -> jax.Array:
     """Gate and up projections of every (token, slot) pair, with the activation between them.
@@ -128,7 +132,8 @@ def moe_gate_up_3d_batched(
       activation: name in `ACTIVATIONS`, or an `Activation` of your own.
       out_dtype: dtype of the result; float32 keeps the intermediate unrounded, which is free with two-byte
         weights, slows the down kernel with MXFP8 (bench/NOTES.md), and is not taken by it with four-bit weights.
-      config: `GateUpConfig`; None takes a measured one or the heuristic, see `tuning`.
+      config: `GateUpConfig`, or `GateUpTensorConfig` for dots on the tensor cores (see `row_products` for the formats);
+        None takes a measured one or the heuristic, see `tuning`.
       interpret: True (or `InterpretGPUParams`) runs the kernel on the CPU, for tests.
 
     Returns:
@@ -157,14 +162,22 @@ def moe_gate_up_3d_batched(
     if T * K * index.num_experts == 0:
         return jnp.zeros((T, K, I), out_dtype)
     checks.dimensions(name, H, I, format)
-    found = tuning.find("moe_gate_up", GateUpConfig, config, format=format, T=T, K=K, H=H, I=I)
-    config = checks.config_type(found.config, GateUpConfig)
-    rows = RowTile(H, format, config.lanes, config.rows, x.dtype, bool(interpret))
-    checks.config_fits(name, rows, I, config.unroll)
+    found = tuning.find("moe_gate_up", CONFIGS, config, format=format, T=T, K=K, H=H, I=I)
+    config = checks.config_type(found.config, CONFIGS, interpret)
+    config.check(H, I, K, format)
     biases = b_gate, b_up
-    kernel = _build(T, K, rows, I, index, tuple(b is not None for b in biases), activation, out_dtype, config.unroll,
-                    compat.interpret_params(interpret))
-    weights = [part for w in (w_gate, w_up) if w is not None for part in rows.weight_operands(index.flatten(w))]
-    h = kernel(ids.reshape(-1), rows.vector_operand(x), *layers, *weights,
+    biased = tuple(b is not None for b in biases)
+    if isinstance(config, GateUpTensorConfig):
+        rows = RowTile(H, format, row_products.QUAD, config.tiles)
+        kernel = gate_up_tensor.build(T, K, H, I, format, index, biased, x.dtype, activation, out_dtype, config)
+        view = x
+        parts: Callable[..., tuple] = row_products.operands
+    else:
+        rows = RowTile(H, format, config.lanes, config.rows, x.dtype, bool(interpret))
+        kernel = _build(T, K, rows, I, index, biased, activation, out_dtype, config.unroll,
+                        compat.interpret_params(interpret))
+        view, parts = rows.vector_operand(x), rows.weight_operands
+    weights = [part for w in (w_gate, w_up) if w is not None for part in parts(index.flatten(w))]
+    h = kernel(ids.reshape(-1), view, *layers, *weights,
                *(rows.row_operand(index.flatten(b)) for b in biases if b is not None))
     return h.reshape(T, K, I)

@@ -236,7 +236,7 @@ def check_sizes(name: str, n: int, cols: int, T: int, K: int, E: int, format: st
 
 def check_config(config: SharedConfig, cols: int, format: str, slots: int, experts: int, matrices: int) -> None:
     """Refuses a config that does not fit the shape or the device."""
-    checks.config_type(config, SharedConfig)
+    checks.config_type(config, (SharedConfig,))
     if format != "bf16" and scale_lines(format, cols, ROWS // matrices)[0] > MOST_LINES:
         raise UnsupportedError(
             f"experts: got {format} rows of {cols} columns, and 'shared_decode' cannot copy the scales of 64 of them "
@@ -262,7 +262,7 @@ def stream_format(name: str, w: Weight) -> str:
     if format not in BITS:
         raise UnsupportedError(f"{name}: got {'float16' if format == 'f16' else format}, 'shared_decode' reads "
                                f"{', '.join(BITS)}; {checks.WAY_OUT}")
-    if format == BLOCK128:
+    if isinstance(w, QuantizedArray) and format == BLOCK128:
         lines, line, dtype = scale_lines(format, w.shape[-1], ROWS)
         size = math.prod(w.scales.shape)
         if w.shape[-1] % 128 or w.shape[-2] % 128 or w.scales.dtype != dtype or size % line or size < lines * line:

@@ -182,7 +182,8 @@ def multiply(format: str, tokens: int, chunk: int, cols: int, rows: int, scale_b
     load, per_load = ("u32", 4) if per_row % 4 == 0 and blocks % 4 == 0 else ("u16", 2)
 
     def body(_ctx, values, scales, begins, operand, step, part, total):
-        t, begins, step, part = simt.thread() % WARPGROUP, *(Int(a.registers.item()) for a in (begins, step, part))
+        t = simt.thread() % WARPGROUP
+        begins, step, part = (Int(a.registers.item()) for a in (begins, step, part))
         row, quad, lane = own_row(t, True), t % 4, t % LANES
         scales_from = Int(simt.address(scales)) + (row // rows) * scale_bytes + (
             (begins + step * (blocks // 4)) * 4 if together == 4 else (row % rows) * per_row + step * blocks)

@@ -1,8 +1,8 @@
 """The configurations that autotune measures: those that fit, thinned out by what sweeps on an H200 have taught."""
 
 import itertools
+from typing import Any
 
-from jax_warp_decode import tuning
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.explain import KERNELS
 from jax_warp_decode.kernels.tile import RowTile
@@ -13,6 +13,7 @@ ROWS = (1, 2, 3, 4)
 IN_FLIGHT = {16: 3, 8: 3, 12: 2, 4: 1, 24: 1}
 MOST_WASTE = 0.34  # of a row that a last step reads twice, see tile.pick_tile
 MOST = 16
+MOST_TENSOR = 8  # of them, on the tensor cores
 
 
 def candidates(kernel: str, *, T: int, K: int, H: int, I: int, format: str, most: int = MOST) -> list:
@@ -25,27 +26,42 @@ def candidates(kernel: str, *, T: int, K: int, H: int, I: int, format: str, most
       >>> len(found), found[0] == DownConfig.heuristic(T=1, K=8, H=2048, I=768, format="mxfp8")
       (3, True)
     """
-    kind = KERNELS[kernel]
-    by_loads = {loads: [] for loads in IN_FLIGHT}
+    kinds: tuple[Any, ...] = KERNELS[kernel]
+    kind, tensor = kinds
+    by_loads: dict[int, list[tuple]] = {loads: [] for loads in IN_FLIGHT}
     for lanes, rows, loads in itertools.product(LANES, ROWS, IN_FLIGHT):
         cols, weights, passes = (H, 2, 1) if kernel == "moe_gate_up" else (I, 1, K)
         tile = RowTile(cols, format, lanes, rows)
         steps, (unroll, rest) = passes * tile.steps, divmod(loads, weights * rows)
         if rest or not unroll:
             continue
-        config = kind(lanes, rows, min(unroll, steps))
-        try:
-            tuning.check_fits(kernel, config, H=H, I=I, format=format)
-        except ArgumentError:
-            continue
         waste = tile.steps * tile.step / cols - 1
-        if waste <= MOST_WASTE:
-            # What a last, shorter group of steps leaves unused, and what a last step reads twice.
-            by_loads[loads].append((waste + -steps % config.unroll / steps, -lanes, rows, config))
+        for config in _fitting([kind(lanes, rows, min(unroll, steps))], H, I, K, format):
+            if waste <= MOST_WASTE:
+                # What a last, shorter group of steps leaves unused, and what a last step reads twice.
+                by_loads[loads].append((waste + -steps % config.unroll / steps, -lanes, rows, config))
     ranked = []
     for loads, share in IN_FLIGHT.items():
         for place, (*cost, config) in enumerate(sorted(by_loads[loads], key=lambda c: c[:-1])):
             ranked.append((place // share, config))
     ranked.sort(key=lambda r: r[0])  # stable: within a round, in the order of IN_FLIGHT
     heuristic = kind.heuristic(T, K, H, I, format)
-    return list(dict.fromkeys([heuristic, *(config for _, config in ranked)]))[:most]
+    products = list(_fitting([tensor(*sizes) for sizes in _tensor_sizes(kernel, K)], H, I, K, format))[:MOST_TENSOR]
+    return list(dict.fromkeys([heuristic, *products, *(config for _, config in ranked)]))[:most]
+
+
+def _tensor_sizes(kernel: str, K: int):
+    """Fields of the config classes, the likeliest first: few rows a warp, and as many parts as feed all warps."""
+    shapes = ((1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4))
+    if kernel == "moe_gate_up":
+        return shapes
+    return [(*shape, warps, -(-warps // K)) for shape in shapes for warps in (8, 4)]
+
+
+def _fitting(configs, H: int, I: int, K: int, format: str):
+    for config in configs:
+        try:
+            config.check(H, I, K, format)
+        except ArgumentError:
+            continue
+        yield config

@@ -1,0 +1,136 @@
+"""Warp decode with dots on the tensor cores, its PTX executed on the CPU, against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from jax_warp_decode import ArgumentError, dequantize, quantize
+from jax_warp_decode.kernels import (
+    DownTensorConfig,
+    GateUpTensorConfig,
+    moe_down_3d_batched,
+    moe_gate_up_3d_batched,
+    row_products,
+)
+
+E, K, T = 4, 3, 2
+U = 2.0**-24
+
+
+def weight(seed, format, *shape):
+    """Random experts of different sizes, the last one poisoned."""
+    w = jax.random.normal(jax.random.key(seed), (E, *shape)) * 2.0 ** jnp.arange(-20, 20, 10).reshape(E, 1, 1)
+    return jax.tree.map(lambda a: a.at[E - 1].set(255 if a.dtype == jnp.uint8 else jnp.nan), quantize(w, format))
+
+
+def exact(w):
+    return np.asarray(dequantize(w), np.float64)
+
+
+def routing():
+    rng = np.random.default_rng(0)
+    ids = np.array([[1, -1, 0], [2, 0, E]], np.int32)
+    return ids, rng.random((T, K)).astype(np.float32) + np.float32(0.1)
+
+
+def activations(seed, *shape, dtype):
+    """Of sizes that differ by block and by value, one row of the last axis with NaN in it."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * 2.0 ** rng.integers(-12, 3, shape)
+    return jnp.asarray(x * np.repeat(2.0 ** rng.integers(-3, 4, (*shape[:-1], shape[-1] // 32)), 32, -1), dtype)
+
+
+def bound(n, sizes):
+    """Of a sum of n products, of which `sizes` are the absolute sums: float32, in any order."""
+    return (n + 8) * U * sizes
+
+
+@pytest.mark.parametrize(("format", "H", "I", "config", "biased", "activation", "dtype"), [
+    ("mxfp8", 320, 64, (2, 1), False, "silu", jnp.bfloat16),
+    ("mxfp4", 576, 32, (1, 2), True, "relu2", jnp.float16),
+    ("fp8_block128", 384, 128, (1, 1), True, "gelu_tanh", jnp.bfloat16),
+])
+def test_gate_up(machines, format, H, I, config, biased, activation, dtype):
+    gated = activation != "relu2"
+    w_gate, w_up = (weight(seed, format, I, H) for seed in (1, 2))
+    b_up = jax.random.normal(jax.random.key(3), (E, I), jnp.bfloat16) if biased else None
+    ids, _ = routing()
+    x = activations(4, T, H, dtype=dtype)
+    h = moe_gate_up_3d_batched(x, ids, w_gate if gated else None, w_up, b_up=b_up, activation=activation,
+                               config=GateUpTensorConfig(*config))
+    act = oracle.ACTIVATIONS[activation]
+    wide = np.asarray(x, np.float64)
+    for t, k in np.ndindex(T, K):
+        got, e = np.asarray(h[t, k], np.float64), ids[t, k]
+        if not 0 <= e < E:
+            assert not got.any()
+            continue
+        bias = 0 if b_up is None else np.asarray(b_up[e], np.float64)
+        gate, up = exact(w_gate)[e] @ wide[t], exact(w_up)[e] @ wide[t] + bias
+        want = act.apply(gate, up) if gated else act.apply(None, up)
+        e_up = bound(H, np.abs(exact(w_up)[e]) @ np.abs(wide[t]) + np.abs(bias))
+        e_gate = bound(H, np.abs(exact(w_gate)[e]) @ np.abs(wide[t]))
+        # Slopes: at most 1.2 in the gate and |gate| in up; 2 |up| without a gate.
+        allowed = np.abs(gate) * e_up + 1.2 * np.abs(up) * e_gate if gated else 2 * np.abs(up) * e_up
+        assert (np.abs(got - want) <= 1.1 * allowed + 8 * U * np.abs(want)).all()
+
+
+@pytest.mark.parametrize(("format", "H", "I", "config", "dtype"), [
+    ("mxfp8", 64, 576, (2, 1, 4, 2), jnp.float32),
+    ("mxfp4", 96, 320, (1, 2, 8, 1), jnp.bfloat16),
+    ("fp8_block128", 128, 640, (1, 1, 4, 1), jnp.float16),
+])
+def test_down(machines, format, H, I, config, dtype):
+    w = weight(1, format, H, I)
+    b_down = jax.random.normal(jax.random.key(3), (E, H), jnp.bfloat16) if format == "mxfp4" else None
+    ids, weights = routing()
+    h = activations(4, T, K, I, dtype=dtype).at[0, 1].set(jnp.nan)  # of a slot that is not routed
+    y = moe_down_3d_batched(h, ids, weights, w, b_down=b_down, out_dtype=jnp.float32, config=DownTensorConfig(*config))
+    for t in range(T):
+        want, allowed = np.zeros(H), np.zeros(H)
+        for k in np.flatnonzero((ids[t] >= 0) & (ids[t] < E)):
+            own, row, share = exact(w)[ids[t, k]], np.asarray(h[t, k], np.float64), np.float64(weights[t, k])
+            bias = np.zeros(H) if b_down is None else np.asarray(b_down[ids[t, k]], np.float64)
+            want += share * (own @ row + bias)
+            allowed += bound(I + K, share * (np.abs(own) @ np.abs(row) + np.abs(bias)))
+        assert (np.abs(np.asarray(y[t], np.float64) - want) <= allowed).all()
+
+
+def test_a_layer_of_a_stack_and_a_token_with_nan(machines):
+    """A NaN in one token's row leaves the other's bits as they are; a layer of a stack gives those of its weights."""
+    w = [weight(seed, "mxfp8", 64, 64) for seed in (1, 2)]
+    ids, weights = routing()
+    config = dict(config=GateUpTensorConfig(1, 1))
+    x = activations(4, T, 64, dtype=jnp.bfloat16)
+    clean = moe_gate_up_3d_batched(x, ids, w[0], w[1], **config)
+    poisoned = moe_gate_up_3d_batched(x.at[0, 7].set(jnp.nan), ids, w[0], w[1], **config)
+    assert np.array_equal(clean[1], poisoned[1]) and np.isnan(poisoned[0, 0]).all()
+    stack = jax.tree.map(lambda *parts: jnp.stack(parts), *w)
+    down = dict(out_dtype=jnp.float32, config=DownTensorConfig(1, 1, 4, 1))
+    h = activations(5, T, K, 64, dtype=jnp.bfloat16)
+    assert np.array_equal(moe_down_3d_batched(h, ids, weights, stack, layer=1, **down),
+                          moe_down_3d_batched(h, ids, weights, w[1], **down))
+    beyond = jax.jit(lambda layer: moe_down_3d_batched(h, ids, weights, stack, layer=layer, **down))(2)
+    assert not np.asarray(beyond).any()
+
+
+@pytest.mark.parametrize(("config", "words"), [
+    (GateUpTensorConfig(0, 1), "tiles=0"),
+    (GateUpTensorConfig(3, 1), "96 rows to divide 64"),
+    (DownTensorConfig(1, 1, 4, 1), "got DownTensorConfig, expected GateUpConfig or GateUpTensorConfig"),
+])
+def test_configs_that_do_not_fit(config, words):
+    x, w = jnp.ones((1, 64), jnp.bfloat16), weight(0, "mxfp8", 64, 64)
+    with pytest.raises(ArgumentError, match=words):
+        moe_gate_up_3d_batched(x, np.zeros((1, 1), np.int32), w, w, config=config)
+
+
+def test_other_formats_and_the_interpreter_are_refused():
+    x, w = jnp.ones((1, 64), jnp.bfloat16), jnp.ones((2, 64, 64), jnp.bfloat16)
+    ids, config = np.zeros((1, 1), np.int32), GateUpTensorConfig(1, 1)
+    with pytest.raises(ArgumentError, match=f"bf16 weights, expected {' or '.join(row_products.FORMATS)}"):
+        moe_gate_up_3d_batched(x, ids, w, w, config=config)
+    with pytest.raises(ArgumentError, match="in the interpreter, expected GateUpConfig"):
+        moe_gate_up_3d_batched(x, ids, *[weight(0, "mxfp8", 64, 64)] * 2, config=config, interpret=True)
