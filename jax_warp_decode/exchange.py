@@ -39,7 +39,9 @@ def choose(tokens: int, hidden: int, itemsize: int, devices: int, experts_per_to
 
 
 def resolve(way: str, axes: tuple[str, ...], expert_axis: tuple[str, ...], **sizes) -> str:
-    """`way`, with "auto" decided: `lax.ragged_all_to_all` runs on GPUs alone, over one axis that splits the experts.
+    """`way`, with "auto" decided: "all_to_all" is for GPUs alone, over one axis that splits the experts.
+
+    `axes` split both tokens and weights, `sizes` are those of `choose`.
 
     Raises:
       ArgumentError: an unknown way.
@@ -49,15 +51,26 @@ def resolve(way: str, axes: tuple[str, ...], expert_axis: tuple[str, ...], **siz
         raise ArgumentError(f"exchange: got {way!r}, expected one of {list(WAYS)}")
     fits = axes == expert_axis and len(axes) == 1
     if way == "all_to_all" and not fits:
-        raise UnsupportedError(f"exchange: 'all_to_all' needs tokens and experts to share one axis alone, not tokens "
-                               f"over {axes} and experts over {expert_axis}; use 'gather'")
+        raise UnsupportedError(f"exchange: 'all_to_all' needs tokens and experts to share one axis alone; they share "
+                               f"{list(axes)}, and experts lie over {list(expert_axis)}; use 'gather' or 'auto'")
+    if way == "all_to_all" and not has_ragged():
+        raise UnsupportedError(f"exchange: 'all_to_all' needs GPUs, XLA has no ragged all-to-all for the backend "
+                               f"{jax.default_backend()!r}; use 'gather', or 'auto', which takes it there")
     if way != "auto":
         return way
-    return choose(**sizes) if fits and sizes["tokens"] and jax.default_backend() == "gpu" else "gather"
+    return choose(**sizes) if fits and sizes["tokens"] and has_ragged() else "gather"
 
 
-def gather(x: jax.Array, routing: Routing, axes: tuple[str, ...]) -> tuple[jax.Array, Routing, Callable]:
-    """Rows and routing of all devices along `axes`, and the function that sums results and keeps this device's rows."""
+def has_ragged() -> bool:
+    """Whether XLA runs `lax.ragged_all_to_all` on the default backend."""
+    return jax.default_backend() == "gpu"
+
+
+def gather(x, routing: Routing, axes: tuple[str, ...]) -> tuple:
+    """Rows and routing of all devices along `axes`, and the function that sums results and keeps this device's rows.
+
+    x is a pytree of arrays with rows.
+    """
     x, routing = jax.tree.map(lambda a: lax.all_gather(a, axes, tiled=True), (x, routing))
     return x, routing, lambda y: lax.psum_scatter(y, axes, tiled=True)
 

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.experts import BIASES, MATRICES, ExpertWeights
-from jax_warp_decode.parallel import ExpertSharding
+from jax_warp_decode.parallel import ExpertSharding, check_sharding
 
 
 def module_specs(module: nnx.Module, sharding: ExpertSharding) -> nnx.State:
@@ -15,8 +15,10 @@ def module_specs(module: nnx.Module, sharding: ExpertSharding) -> nnx.State:
 
     Args:
       module: `MoE`, or any module that has some inside, such as a whole decoder; also one from `nnx.eval_shape`. Its
-        experts are the parameters called w_gate, w_up, w_down, b_gate, b_up and b_down of one submodule.
-      sharding: which axes of the mesh split what.
+        experts are the parameters called w_gate, w_up, w_down, b_gate, b_up and b_down of one submodule. If that is
+        called "shared", every token uses them, and they lie on every device that splits E.
+      sharding: which axes of the mesh split what. A `MoE` layer with shared experts has the parameters for a mesh that
+        splits E if it was made for one, or after `set_sharding`.
 
     Raises:
       ArgumentError: no experts in the module; and as `ExpertSharding.specs`.
@@ -33,6 +35,7 @@ def module_specs(module: nnx.Module, sharding: ExpertSharding) -> nnx.State:
       >>> tuple(specs["w_up"].get_value()), tuple(specs["router"].get_value())
       (('expert', None, None), ())
     """
+    check_sharding(sharding)
     flat = dict(nnx.to_flat_state(nnx.state(module)))
     owners = {path[:-1] for path in flat if path and path[-1] == "w_up"}
     if not owners:
@@ -42,7 +45,9 @@ def module_specs(module: nnx.Module, sharding: ExpertSharding) -> nnx.State:
     for owner in owners:
         names = [name for name in (*MATRICES, *BIASES) if (*owner, name) in flat]
         values = {name: flat[(*owner, name)].get_value() for name in names}
-        found = sharding.specs(ExpertWeights(**{"w_gate": None, "w_down": None} | values))
+        everyone = owner and owner[-1] == "shared"
+        found = (sharding.of_shared if everyone else sharding).specs(
+            ExpertWeights(**{"w_gate": None, "w_down": None} | values), "shared" if everyone else "experts")
         for name in names:
             if values[name] is not None:
                 path = (*owner, name)
@@ -70,8 +75,19 @@ def shard_module(module: nnx.Module, sharding: ExpertSharding) -> None:
       >>> shard_module(layer, ExpertSharding(mesh, expert_axis="expert"))
       >>> layer.w_up.get_value().sharding.spec[0]
       'expert'
+
+    Raises:
+      ArgumentError: as `module_specs`; the module is then as it was.
     """
-    nnx.update(module, jax.device_put(nnx.state(module), module_shardings(module, sharding)))
-    for _, node in nnx.iter_graph(module):
-        if hasattr(node, "set_sharding"):
-            node.set_sharding(sharding)
+    check_sharding(sharding)
+    layers = [node for _, node in nnx.iter_graph(module) if hasattr(node, "set_sharding")]
+    before = [layer.sharding for layer in layers]
+    try:
+        for layer in layers:  # first, because shared experts may become parameters of their own
+            layer.set_sharding(sharding)
+        shardings = module_shardings(module, sharding)
+    except ArgumentError:
+        for layer, old in zip(layers, before, strict=True):
+            layer.set_sharding(old)
+        raise
+    nnx.update(module, jax.device_put(nnx.state(module), shardings))

@@ -2,19 +2,24 @@
 
 JAX is the engine (`jax.shard_map`, `psum`, `psum_scatter`, `all_gather`). Each device keeps its share of the weights
 and runs `moe` on it: expert ids of other devices become -1, which adds exactly 0, so that nothing is copied or sorted
-again; the shares are then summed over the axes on which they are partial, and over no other.
+again; the shares are then summed over the axes on which they are partial, and over no other. Experts that every token
+uses lie whole on every device that splits E, and each of these counts them for its part of the tokens.
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
-from jax_warp_decode import batch_axes
+from jax_warp_decode import batch_axes, placement
 from jax_warp_decode import exchange as exchanges
 from jax_warp_decode.choose import choose
 from jax_warp_decode.errors import ArgumentError
@@ -23,6 +28,7 @@ from jax_warp_decode.formats import FORMATS, QuantizedArray
 from jax_warp_decode.kernels import checks
 from jax_warp_decode.moe import apply
 from jax_warp_decode.routing import Routing, float32_weights, int32_ids
+from jax_warp_decode.shared_experts import with_shared
 
 Axes = str | tuple[str, ...] | None
 
@@ -68,6 +74,8 @@ class ExpertSharding:
             raise ArgumentError(f"mesh: got {type(self.mesh).__name__}, expected a jax.sharding.Mesh, as jax.make_mesh "
                                 "makes it")
         for name in ("expert_axis", "tensor_axis", "token_axis"):
+            if isinstance(getattr(self, name), list):  # hashable, as a static argument must be
+                object.__setattr__(self, name, tuple(getattr(self, name)))
             axes = _axes(given) if isinstance(given := getattr(self, name), str | tuple | list | None) else (given,)
             unknown = [axis for axis in axes if axis not in self.mesh.axis_names]
             if unknown or len(set(axes)) < len(axes):
@@ -79,41 +87,51 @@ class ExpertSharding:
         """Devices along these axes of the mesh."""
         return math.prod(self.mesh.shape[axis] for axis in _axes(axes))
 
-    def specs(self, experts: ExpertWeights) -> ExpertWeights:
+    @property
+    def of_shared(self) -> "ExpertSharding":
+        """How experts lie that every token uses: split over I alone."""
+        return dataclasses.replace(self, expert_axis=None)
+
+    def specs(self, experts: ExpertWeights, owner: str = "experts") -> ExpertWeights:
         """The `PartitionSpec` of every array in the experts, in the same tree (arrays or `jax.ShapeDtypeStruct`s).
 
         A block of a quantised format is never cut, and a scale that counts for a whole axis goes to every device.
+        `owner` is what messages call the experts.
 
         Raises:
           ArgumentError: E or I that the mesh does not divide, or a block of the format that it would cut.
         """
         present = experts.weights | experts.biases
-        return dataclasses.replace(experts, **{name: self.spec(name, w) for name, w in present.items()})
+        specs: dict[str, Any] = {name: self.spec(name, w, owner) for name, w in present.items()}
+        return dataclasses.replace(experts, **specs)
 
-    def shardings(self, experts: ExpertWeights) -> ExpertWeights:
+    def shardings(self, experts: ExpertWeights, owner: str = "experts") -> ExpertWeights:
         """The same as `NamedSharding`s, for `jax.jit`, `jax.device_put`, loaders and checkpointers."""
-        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs(experts),
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs(experts, owner),
                             is_leaf=lambda leaf: isinstance(leaf, P))
 
     def shard(self, experts: ExpertWeights) -> ExpertWeights:
         """Puts the weights in their places on the mesh, once."""
+        if isinstance(self.mesh, jax.sharding.AbstractMesh):
+            raise ArgumentError("mesh: got an AbstractMesh, which has no devices, expected a jax.sharding.Mesh")
         return jax.device_put(experts, self.shardings(experts))
 
-    def spec(self, name: str, w: jax.Array | QuantizedArray) -> P | QuantizedArray:
+    def spec(self, name: str, w: jax.Array | QuantizedArray, owner: str = "experts") -> P | QuantizedArray:
         """The specs of one tensor of an `ExpertWeights`: `name` is its field, w the tensor or its shape."""
         split = {"E": _axes(self.expert_axis), "I": _axes(self.tensor_axis)}
         dimensions = "L" * (w.ndim - len(DIMENSIONS[name])) + DIMENSIONS[name]
         axes = [split.get(dimension, ()) for dimension in dimensions]
-        rows_and_columns = FORMATS[w.format].block_shape if isinstance(w, QuantizedArray) else (1, 1)
+        format = w.format if isinstance(w, QuantizedArray) else ""
+        rows_and_columns = FORMATS[format].block_shape if format else (1, 1)
         blocks = (1,) * (len(axes) - 2) + rows_and_columns
         for dimension, size, names, block in zip(dimensions, w.shape, axes, blocks, strict=True):
             parts = self.size(names)
             if size % parts:
-                raise ArgumentError(f"experts.{name}: got {dimension} = {size}, expected a multiple of {parts}, the "
+                raise ArgumentError(f"{owner}.{name}: got {dimension} = {size}, expected a multiple of {parts}, the "
                                     f"devices along {names} of the mesh; choose another split")
             if block and parts > 1 and size // parts % block:
                 raise ArgumentError(
-                    f"experts.{name}: got {dimension} = {size} in blocks of {block} ({w.format}) to split over {parts} "
+                    f"{owner}.{name}: got {dimension} = {size} in blocks of {block} ({format}) to split over {parts} "
                     f"devices, which would cut a block: {size // parts} is no multiple of {block}; split over a number "
                     f"of devices that divides {math.ceil(size / block)} blocks")
         spec = P(*(names or None for names in map(_one, axes)))
@@ -121,26 +139,34 @@ class ExpertSharding:
             return spec
         scales = P(*(name if block else None for name, block in zip(spec, blocks, strict=True)))
         once = None if w.global_scale is None else P(*spec[:-2], None, None)  # one for each expert
-        return dataclasses.replace(w, values=spec, scales=scales, global_scale=once)
+        parts_of: dict[str, Any] = dict(values=spec, scales=scales, global_scale=once)  # a tree of other leaves
+        return dataclasses.replace(w, **parts_of)
 
 
 def moe_sharded(x: jax.Array, routing: Routing, experts: ExpertWeights, sharding: ExpertSharding, *,
-                layer: jax.Array | int | None = None, reduce_dtype=jnp.float32, exchange: str = "auto",
-                **options) -> jax.Array:
-    """`moe` over the devices of a mesh: routed experts of one layer, weights staying where they are.
+                shared: ExpertWeights | None = None, shared_weight: jax.Array | None = None,
+                layer: jax.Array | int | None = None, reduce_dtype: DTypeLike = jnp.float32, exchange: str = "auto",
+                **options: Any) -> jax.Array:
+    """`moe` over the devices of a mesh: the experts of one layer, weights staying where they are.
 
     Args:
       x: [T, H] or [..., H], split over `sharding.token_axis` along the first axis, and the same on all devices along
         other axes of the mesh.
       routing: `Routing` with the ids of all experts of the layer, [T, K] or [..., K], split as x.
-      experts: all experts of the layer, as `sharding.shard` places them. Under `jit` that cannot be checked: weights
-        elsewhere are then moved on every call.
+      experts: all routed experts of the layer, as `sharding.shard` places them. Weights elsewhere are refused where
+        that can be known: concrete arrays, other meshes, and mesh axes of type `AxisType.Explicit`. While a `jit` is
+        traced, nobody knows how `AxisType.Auto` axes split its arguments: weights on the right mesh but split
+        otherwise, and such that nobody put anywhere, are moved, silently and on every call. With
+        in_shardings=sharding.shardings(experts), `jit` itself refuses what was put elsewhere.
       sharding: which axes of the mesh split what.
+      shared: S experts that every token uses, [S, ..] in any format, as `sharding.of_shared.shard` places them: whole
+        along expert_axis, split along tensor_axis. Their term is added once, on whatever mesh.
+      shared_weight: [T, 1] or [..., 1] floats that multiply the shared term; None is 1.
       layer: as in `moe`, for stacked weights.
-      reduce_dtype: what the shares are summed in. With float32, y is that of one device but for the rounding of
-        that sum: shares are not rounded before it, and y is rounded to x.dtype once after it. (On a GPU,
-        "expert_centric" rounds every projection to bfloat16, so also each device's part of a split I.) bfloat16 halves
-        the bytes on the wire and rounds every share.
+      reduce_dtype: what the shares are summed in: float32, bfloat16 or float16. With float32, y is that of one device
+        but for the rounding of that sum: shares are not rounded before it, and y is rounded to x.dtype once after it.
+        (On a GPU, "expert_centric" rounds every projection to bfloat16, so also each device's part of a split I.)
+        bfloat16 halves the bytes on the wire and rounds every share.
       exchange: how tokens meet their experts where one axis splits both: "gather", "all_to_all" (GPUs), or "auto", the
         one that takes less time by its bytes, see `jax_warp_decode.exchange`.
       **options: activation, strategy, activation_format, weight_on, interpret, as in `moe`. The strategy "auto" decides
@@ -150,10 +176,11 @@ def moe_sharded(x: jax.Array, routing: Routing, experts: ExpertWeights, sharding
       y, shape, dtype and split of x.
 
     Works under `jit` and is differentiable where the strategy is. Inside a `shard_map` of your own, call `moe_local`.
-    A term that is not routed, such as a shared expert, is added outside, once.
+    Any other term that is not routed is added outside, once.
 
     Raises:
       ArgumentError: as `moe`, and for sizes that the mesh does not divide, or weights that lie elsewhere.
+      UnsupportedError: as `moe`, and "all_to_all" where it cannot be.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -169,45 +196,53 @@ def moe_sharded(x: jax.Array, routing: Routing, experts: ExpertWeights, sharding
       0.73
     """
     x = jnp.asarray(x)
-    if not isinstance(experts, ExpertWeights):
-        raise ArgumentError(f"experts: got {type(experts).__name__}, expected ExpertWeights(w_gate, w_up, w_down)")
     if not isinstance(routing, Routing):
         raise ArgumentError(f"routing: got {type(routing).__name__}, expected Routing(ids, weights); see route")
-    if not isinstance(sharding, ExpertSharding):
-        raise ArgumentError(f"sharding: got {type(sharding).__name__}, expected ExpertSharding(mesh, expert_axis=..)")
-    experts.check()
-    specs = sharding.specs(experts)
-    _check_places(experts, sharding.shardings(experts))
-    _check_devices(sharding.mesh, x=x, **{f"routing.{name}": getattr(routing, name) for name in ("ids", "weights")})
+    check_sharding(sharding)
+    specs = {}
+    for name, weights, places in (("experts", experts, sharding), ("shared", shared, sharding.of_shared)):
+        _check_experts(name, weights)
+        if weights is not None:
+            weights.check()
+            specs[name] = places.specs(weights, name)
+            placement.check_weights(name, weights, places.shardings(weights, name))
+    placement.check_devices(sharding.mesh, **{"x": x, "routing.ids": routing.ids, "routing.weights": routing.weights,
+                                              "shared_weight": shared_weight})
     parts = sharding.size(sharding.token_axis)
     if parts > 1 and (x.ndim < 2 or x.shape[0] % parts):
         raise ArgumentError(f"x: got shape {x.shape}, expected a first axis that is a multiple of {parts}, the devices "
                             f"along token_axis = {sharding.token_axis!r}; pad x, with -1 as the ids of the padding")
+    _check_shared(x, shared, shared_weight, options)
     tokens = P(_one(_axes(sharding.token_axis)) or None)
 
     traced = layer if isinstance(layer, jax.Array) else None
 
-    def local(x, routing, experts, traced):
-        return moe_local(x, routing, experts, expert_axis=sharding.expert_axis, tensor_axis=sharding.tensor_axis,
+    def local(rows, weights, traced):
+        x, routing, shared_weight = rows
+        return moe_local(x, routing, weights["experts"], shared=weights.get("shared"), shared_weight=shared_weight,
+                         expert_axis=sharding.expert_axis, tensor_axis=sharding.tensor_axis,
                          token_axis=sharding.token_axis, layer=layer if traced is None else traced,
                          reduce_dtype=reduce_dtype, exchange=exchange, **options)
 
-    routing = Routing(int32_ids(routing.ids), float32_weights(routing.weights))
+    rows = x, Routing(int32_ids(routing.ids), float32_weights(routing.weights)), shared_weight
+    given = {"experts": experts} | ({} if shared is None else {"shared": shared})
     if AxisType.Explicit in sharding.mesh.axis_types:  # there, shard_map takes no argument that is split otherwise
-        x, routing = jax.reshard((x, routing), NamedSharding(sharding.mesh, tokens))
-    return jax.shard_map(local, mesh=sharding.mesh, in_specs=(tokens, tokens, specs, P()), out_specs=tokens)(
-        x, routing, experts, traced)
+        rows = jax.reshard(rows, NamedSharding(sharding.mesh, tokens))
+    return jax.shard_map(local, mesh=sharding.mesh, in_specs=(tokens, specs, P()), out_specs=tokens)(
+        rows, given, traced)
 
 
-def moe_local(x: jax.Array, routing: Routing, experts: ExpertWeights, *, expert_axis: Axes = None,
-              tensor_axis: Axes = None, token_axis: Axes = None, layer: jax.Array | int | None = None,
-              reduce_dtype=jnp.float32, exchange: str = "auto", **options) -> jax.Array:
+def moe_local(x: jax.Array, routing: Routing, experts: ExpertWeights, *, shared: ExpertWeights | None = None,
+              shared_weight: jax.Array | None = None, expert_axis: Axes = None, tensor_axis: Axes = None,
+              token_axis: Axes = None, layer: jax.Array | int | None = None, reduce_dtype: DTypeLike = jnp.float32,
+              exchange: str = "auto", **options: Any) -> jax.Array:
     """What one device does for `moe_sharded`, to be called inside `jax.shard_map`, with check_vma on or off.
 
     Args:
       x: this device's tokens.
       routing: `Routing` of these tokens, with the ids of all experts of the layer.
       experts: this device's share of the weights, cut as `ExpertSharding.specs` says.
+      shared, shared_weight: as in `moe_sharded`; cut as `ExpertSharding.of_shared.specs` says, and of these tokens.
       expert_axis, tensor_axis, token_axis: as in `ExpertSharding`.
       layer, reduce_dtype, exchange, **options: as in `moe_sharded`.
 
@@ -222,44 +257,65 @@ def moe_local(x: jax.Array, routing: Routing, experts: ExpertWeights, *, expert_
     _check_disjoint(expert_axis, tensor_axis)
     for name, names in axes.items():
         _check_manual(name, names)
+    for name, weights in (("experts", experts), ("shared", shared)):
+        _check_experts(name, weights)
+    _check_shared(x, shared, shared_weight, options)
+    reduce_dtype = checked_reduce_dtype(reduce_dtype)
     partial = axes["expert_axis"] + axes["tensor_axis"]
     # Tokens that differ between devices holding different weights must meet all of them.
     gathered = tuple(axis for axis in axes["token_axis"] if axis in partial)
     summed = tuple(axis for axis in partial if axis not in gathered)
-    shape = x.shape
-    if gathered:
-        way = exchanges.resolve(
-            exchange, gathered, axes["expert_axis"], tokens=math.prod(x.shape[:-1]), hidden=x.shape[-1],
-            itemsize=jnp.dtype(reduce_dtype).itemsize, devices=lax.axis_size(gathered),
-            experts_per_token=routing.ids.shape[-1])
-        if way == "gather":
-            x, routing, home = exchanges.gather(x, routing, gathered)
-        else:
-            x, routing, home = exchanges.all_to_all(*batch_axes.merge(x, routing), gathered[0], experts.num_experts)
-
-    if axes["tensor_axis"] and experts.b_down is not None:  # whole on every device, and counted on one
-        once = lax.axis_index(axes["tensor_axis"]) == 0
-        experts = experts.map(lambda b: jnp.where(once, b, jnp.zeros((), b.dtype)), "b_down")
-    E = experts.num_experts
-    ids, shares = int32_ids(routing.ids), 1
-    if axes["expert_axis"]:
-        shares = lax.axis_size(axes["expert_axis"])
-        first = lax.axis_index(axes["expert_axis"]).astype(jnp.int32) * jnp.int32(E)
-        ids = local_ids(ids, first, E)
+    shape, own = x.shape, None
+    way = exchanges.resolve(
+        exchange, gathered, axes["expert_axis"], tokens=math.prod(shape[:-1]), hidden=shape[-1],
+        itemsize=reduce_dtype.itemsize, devices=lax.axis_size(gathered) if gathered else 1,
+        experts_per_token=routing.ids.shape[-1])
     options = dict(strategy="auto", activation="silu", activation_format=None, interpret=False) | options
-    strategy, out_dtype = options.pop("strategy"), options.pop("out_dtype", None)
+    out_dtype = options.pop("out_dtype", None)
+    run: Callable[..., jax.Array] = functools.partial(
+        _share, layer=layer, expert_axes=axes["expert_axis"], tensor_axes=axes["tensor_axis"],
+                            out_dtype=reduce_dtype, **options)
+    if way == "all_to_all":  # rows that come from elsewhere have their shared term there
+        x, routing = batch_axes.merge(x, routing)
+        if shared is not None:
+            own = run(x, None, shared, shared_weight, expert_axes=())
+        x, routing, home = exchanges.all_to_all(x, routing, gathered[0], experts.num_experts)
+    elif gathered:
+        (x, shared_weight), routing, home = exchanges.gather((x, shared_weight), routing, gathered)
+    y = run(x, routing, experts)
+    if shared is not None and own is None:
+        y = y + run(x, None, shared, shared_weight)
+    if summed:
+        y, own = lax.psum((y, own), summed)
+    if gathered:
+        y = home(y).reshape(shape)
+    if own is not None:
+        y = y + own.reshape(shape)
+    return y.astype(x.dtype if out_dtype is None else checks.out_dtype(out_dtype))
+
+
+def _share(x, routing, experts, weight=None, *, expert_axes, tensor_axes, layer, strategy, **options):
+    """What this device's experts add for rows x: routed ones, or without a routing those that all rows use."""
+    if tensor_axes and experts.b_down is not None:  # whole on every device, and counted on one
+        once = lax.axis_index(tensor_axes) == 0
+        experts = experts.map(lambda b: jnp.where(once, b, jnp.zeros((), b.dtype)), "b_down")
+    E, rows = experts.num_experts, x.shape[:-1]
+    shares = lax.axis_size(expert_axes) if expert_axes else 1
+    me = lax.axis_index(expert_axes).astype(jnp.int32) if expert_axes else jnp.int32(0)
+    if routing is None:  # row t counts on device t % n
+        every = with_shared(None, 0, E, None if weight is None else weight.reshape(-1, 1), tokens=math.prod(rows))
+        mine = jnp.arange(math.prod(rows), dtype=jnp.int32)[:, None] % jnp.int32(shares) == me
+        routing = Routing(jnp.where(mine, every.ids, jnp.int32(-1)), every.weights)
+        routing = jax.tree.map(lambda a: a.reshape(*rows, E), routing)
+    else:
+        ids = int32_ids(routing.ids)
+        routing = Routing(local_ids(ids, me * jnp.int32(E), E) if expert_axes else ids, routing.weights)
     if strategy == "auto" and options["activation_format"]:  # as in `moe`
         strategy = "expert_centric"
     strategy = choose(
-        math.prod(x.shape[:-1]), experts, experts_per_token=max(1, ids.shape[-1] // shares), x_dtype=x.dtype,
+        math.prod(rows), experts, experts_per_token=max(1, routing.ids.shape[-1] // shares), x_dtype=x.dtype,
         strategy=strategy, interpret=options["interpret"]).strategy
-    y = apply(x, Routing(ids, routing.weights), experts, layer=layer, strategy=strategy, out_dtype=reduce_dtype,
-              whole=False, **options)
-    if summed:
-        y = lax.psum(y, summed)
-    if gathered:
-        y = home(y).reshape(shape)
-    return y.astype(x.dtype if out_dtype is None else checks.out_dtype(out_dtype))
+    return apply(x, routing, experts, layer=layer, strategy=strategy, whole=False, **options)
 
 
 def local_ids(ids: jax.Array, first: jax.Array, num_experts: int) -> jax.Array:
@@ -284,6 +340,42 @@ def _one(names: tuple[str, ...]):
     return names[0] if len(names) == 1 else names
 
 
+def check_sharding(sharding: ExpertSharding) -> None:
+    """Refuses anything else."""
+    if not isinstance(sharding, ExpertSharding):
+        raise ArgumentError(f"sharding: got {type(sharding).__name__}, expected ExpertSharding(mesh, expert_axis=..)")
+
+
+def checked_reduce_dtype(dtype) -> jnp.dtype:
+    """The dtype of the sum over devices, or an error."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found not in checks.OUT_DTYPES:
+        raise ArgumentError(f"reduce_dtype: got {dtype if found is None else found!s}, expected "
+                            f"{', '.join(map(str, checks.OUT_DTYPES))}, in which the shares are summed")
+    return found
+
+
+def _check_experts(name, experts):
+    if not isinstance(experts, ExpertWeights | None) or experts is None and name == "experts":
+        raise ArgumentError(f"{name}: got {type(experts).__name__}, expected ExpertWeights(w_gate, w_up, w_down)")
+
+
+def _check_shared(x, shared, weight, options):
+    if weight is None:
+        return
+    if shared is None:
+        raise ArgumentError("shared_weight: got an array without shared experts, expected None")
+    if weight.shape != (*x.shape[:-1], 1):
+        raise ArgumentError(f"shared_weight: got shape {weight.shape}, expected {(*x.shape[:-1], 1)}, one for each "
+                            "token")
+    if options.get("weight_on") == "input":
+        raise ArgumentError("shared_weight: got an array with weight_on='input', expected None; it is a factor of the "
+                            "output")
+
+
 def _check_disjoint(expert_axis, tensor_axis):
     both = set(_axes(expert_axis)) & set(_axes(tensor_axis))
     if both:
@@ -298,28 +390,3 @@ def _check_manual(name, names):
         except NameError:
             raise ArgumentError(f"{name}: got {axis!r}, expected an axis of a surrounding jax.shard_map that is manual "
                                 f"there; outside of one, use moe_sharded") from None
-
-
-def _check_places(experts, shardings):
-    """Concrete weights must already lie where the mesh wants them: anything else copies all of them on every call."""
-    for (path, w), want in zip(jax.tree_util.tree_leaves_with_path(experts), jax.tree.leaves(shardings), strict=True):
-        if isinstance(w, jax.core.Tracer) or not isinstance(w, jax.Array):
-            continue
-        if not w.sharding.is_equivalent_to(want, w.ndim):
-            raise ArgumentError(
-                f"experts{jax.tree_util.keystr(path)}: got {w.sharding}, expected {want}; place the weights once, with "
-                f"ExpertSharding.shard or a jit with out_shardings=ExpertSharding.shardings(experts)")
-
-
-def _check_devices(mesh, **arrays):
-    """Concrete arrays that were put somewhere must be on the devices of the mesh."""
-    if isinstance(mesh, jax.sharding.AbstractMesh):
-        return
-    for name, a in arrays.items():
-        if isinstance(a, jax.core.Tracer) or not isinstance(a, jax.Array) or not a.committed:
-            continue
-        if a.sharding.device_set != set(mesh.devices.flat):
-            raise ArgumentError(
-                f"{name}: got an array put on {len(a.sharding.device_set)} devices, {a.sharding}, expected one "
-                f"on the {mesh.size} devices of the mesh {dict(mesh.shape)}; put it there with jax.device_put(.., "
-                "NamedSharding(mesh, P(token_axis)))")

@@ -8,19 +8,21 @@ splits of E and I are read off the weights, which stay where they are.
 import dataclasses
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
-from jax_warp_decode import batch_axes
+from jax_warp_decode import batch_axes, placement
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import ExpertWeights
 from jax_warp_decode.gradients import without_gradient
 from jax_warp_decode.moe import moe
-from jax_warp_decode.parallel import ExpertSharding, moe_local
+from jax_warp_decode.parallel import ExpertSharding, checked_reduce_dtype, moe_local
 from jax_warp_decode.routing import Routing
 
 NO_GRADIENT = ("moe_partitioned: has no gradient, because JAX cannot differentiate a custom partitioning rule; "
@@ -28,7 +30,7 @@ NO_GRADIENT = ("moe_partitioned: has no gradient, because JAX cannot differentia
 
 
 def moe_partitioned(x: jax.Array, routing: Routing, experts: ExpertWeights, *, layer: jax.Array | int | None = None,
-                    reduce_dtype=jnp.float32, **options) -> jax.Array:
+                    reduce_dtype: DTypeLike = jnp.float32, **options: Any) -> jax.Array:
     """`moe` for code that leaves the mesh to `jit`: the same arguments, on one device or on many.
 
     On a mesh with `AxisType.Auto` axes (what `jax.make_mesh` gives, or `jax.sharding.Mesh`) the splits of E and I are
@@ -46,10 +48,11 @@ def moe_partitioned(x: jax.Array, routing: Routing, experts: ExpertWeights, *, l
       y, shape and dtype of x, split along the tokens as x.
 
     Raises:
-      ArgumentError: as `moe`, at trace time; or a mesh with `AxisType.Explicit` axes.
+      ArgumentError: as `moe`, at trace time; a mesh with `AxisType.Explicit` axes; concrete weights that are split in
+        no way that `ExpertSharding` describes, or through a block of their format.
       UnsupportedError: when differentiated or mapped by `vmap` (pass leading axes instead, [..., H]).
-      jax.errors.JaxRuntimeError: at compile time, with the text of the `ArgumentError` of `ExpertSharding`: weights
-        that are split otherwise, or through a block of their format.
+      jax.errors.JaxRuntimeError: the same of traced weights, whose places are known when XLA compiles. XLA wraps what
+        Python raises there; the line of ours begins with "ArgumentError: experts".
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -64,11 +67,14 @@ def moe_partitioned(x: jax.Array, routing: Routing, experts: ExpertWeights, *, l
       >>> round(float(y[0, 0]), 2)
       0.73
     """
-    x = jnp.asarray(x)
+    x, reduce_dtype = jnp.asarray(x), checked_reduce_dtype(reduce_dtype)
     for a in jax.tree.leaves((x, routing, experts)):
         if isinstance(a, jax.Array) and AxisType.Explicit in jax.typeof(a).sharding.mesh.axis_types:
             raise ArgumentError(f"experts: got arrays on a mesh with explicit axes, {jax.typeof(a).sharding.mesh}, "
                                 "expected AxisType.Auto; with explicit axes the mesh is at hand, use moe_sharded")
+    leaves = jax.tree.leaves(experts)
+    if all(isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer) for a in leaves):
+        _split(next((a.sharding.mesh for a in leaves if isinstance(a.sharding, NamedSharding)), None), experts)
     shape = x.shape
     tokens, routing = batch_axes.merge(x, routing)
     traced = layer if isinstance(layer, jax.Array) else None
@@ -113,15 +119,36 @@ def _rule(mesh, operands, results):
 
 def _arrange(mesh, x, routing, experts, traced) -> tuple[ExpertSharding, list[NamedSharding]]:
     """The split that the operands (shapes with shardings) are in, and the sharding that each of them must have."""
-    spec = _matrix(experts.w_up).sharding.spec
-    sharding = ExpertSharding(mesh, expert_axis=spec[-3], tensor_axis=spec[-2], token_axis=x.sharding.spec[0])
-    weights = jax.tree.leaves(sharding.shardings(experts))
-    for (path, a), want in zip(jax.tree_util.tree_leaves_with_path(experts), weights, strict=True):
-        if not a.sharding.is_equivalent_to(want, len(a.shape)):
-            raise ArgumentError(f"experts{jax.tree_util.keystr(path)}: got {a.sharding.spec}, expected {want.spec} to "
-                                f"match w_up {spec}; place the weights with ExpertSharding.shard")
+    sharding, weights = _split(mesh, experts)
+    assert sharding is not None  # else the op would not have been partitioned
+    if isinstance(x.sharding, NamedSharding):
+        sharding = dataclasses.replace(sharding, token_axis=x.sharding.spec[0])
     tokens = [NamedSharding(mesh, P(sharding.token_axis, None))] * 3
     return sharding, tokens + weights + [NamedSharding(mesh, P())] * (traced is not None)
+
+
+def _split(mesh, experts) -> tuple[ExpertSharding | None, list[NamedSharding]]:
+    """How the mesh splits the experts (arrays, or shapes with shardings), and the sharding that each leaf must have.
+
+    Raises:
+      ArgumentError: they are split otherwise. Nothing is known, and nothing refused, of weights on one device.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(experts)
+    if mesh is None and all(len(a.sharding.device_set) == 1 for _, a in leaves):
+        return None, []
+    for path, a in leaves:
+        if not isinstance(a.sharding, NamedSharding) or a.sharding.mesh != mesh:
+            raise ArgumentError(f"experts{jax.tree_util.keystr(path)}: got {a.sharding}, expected all weights on one "
+                                f"mesh; {placement.WAY_OUT}")
+    w_up = _matrix(experts.w_up)
+    spec = (*w_up.sharding.spec, *[None] * (len(w_up.shape) - len(w_up.sharding.spec)))
+    sharding = ExpertSharding(mesh, expert_axis=spec[-3], tensor_axis=spec[-2])
+    weights = jax.tree.leaves(sharding.shardings(experts))
+    for (path, a), want in zip(leaves, weights, strict=True):
+        if not a.sharding.is_equivalent_to(want, len(a.shape)):
+            raise ArgumentError(f"experts{jax.tree_util.keystr(path)}: got {a.sharding.spec}, expected {want.spec} to "
+                                f"match w_up {w_up.sharding.spec}; {placement.WAY_OUT}")
+    return sharding, weights
 
 
 def _matrix(w):

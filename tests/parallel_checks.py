@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_warp_decode import ArgumentError, ExpertWeights, Routing, moe
+from jax_warp_decode import ArgumentError, ExpertWeights, Routing, UnsupportedError, moe
+from jax_warp_decode.layers import MoE
 from jax_warp_decode.parallel import ExpertSharding, moe_local, moe_sharded
 
 
@@ -59,7 +61,7 @@ def test_every_layout_is_as_exact_as_one_device(layout):
         assert all((first == other).all() for other in others)  # every device has the same bits
 
 
-@pytest.mark.parametrize("layout", ["EP8 tokens too", "EP4 x TP2", "DP2 x EP4"])
+@pytest.mark.parametrize("layout", ["EP4 x TP2", "DP2 x EP4"])
 def test_expert_centric_on_a_mesh(layout):
     case = oracle.make_case(2, **SIZES, pattern="skipped")
     oracle.assert_close(run(case, LAYOUTS[layout](), strategy="expert_centric"), case, h_dtype="bfloat16")
@@ -72,15 +74,10 @@ def test_warp_decode_kernels_on_a_mesh(layout):
     oracle.assert_close(y, case)
 
 
-@pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "int8_channel"])
-def test_quantised_weights_give_the_result_of_one_device(format):
-    case = oracle.make_case(4, **{**SIZES, "intermediate": 256}, x_dtype="f32", weights="f32", poison=False)
-    x, routing, experts = case.args()
-    experts = experts.quantize(format)
-    sharding = ExpertSharding(GRID(), expert_axis="a", tensor_axis="b")
-    got = sharded(x, routing, sharding.shard(experts), sharding, strategy="reference")
-    want = np.asarray(jax.jit(functools.partial(moe, strategy="reference"))(x, routing, experts))
-    np.testing.assert_allclose(np.asarray(got), want, rtol=0, atol=1e-5 * np.abs(want).max())
+def test_quantised_weights_on_a_mesh():
+    # One scale a row. mxfp8: with the collectives, below; packed values and two kinds of scales: with stacked layers.
+    case = oracle.make_case(4, **SIZES, weights="fp8_channel", pattern="skipped")
+    oracle.assert_close(run(case, LAYOUTS["EP4 x TP2"](), strategy="reference"), case)
 
 
 def test_bfloat16_sums_are_an_option_with_its_rounding():
@@ -130,23 +127,20 @@ D07 = {
 def test_d07_every_term_is_summed_once(layout):
     x, routing, experts = constant_experts()
     sharding = D07[layout]()
-    want = [11.5, 12.5, 13.5, 12.5]
     experts = sharding.shard(experts)
 
-    def layer(x, routing, experts):  # a shared expert that returns 10, outside
-        return moe_sharded(x, routing, experts, sharding, strategy="expert_centric") + jnp.bfloat16(10)
+    def loss(weights):  # a shared expert that returns 10, outside
+        y = moe_sharded(x, Routing(routing.ids, weights), experts, sharding, strategy="expert_centric")
+        y = y + jnp.bfloat16(10)
+        return jnp.sum(y.astype(jnp.float32)), y
 
-    y = jax.jit(layer)(x, routing, experts)
-    np.testing.assert_array_equal(np.asarray(y, np.float32), np.repeat(np.float32(want)[:, None], 32, 1))
-
-    def loss(weights):
-        return jnp.sum(layer(x, Routing(routing.ids, weights), experts).astype(jnp.float32))
-
-    d_weights = jax.jit(jax.grad(loss))(routing.weights)
+    d_weights, y = jax.jit(jax.grad(loss, has_aux=True))(routing.weights)
+    want = np.float32([11.5, 12.5, 13.5, 12.5])
+    np.testing.assert_array_equal(np.asarray(y, np.float32), np.repeat(want[:, None], 32, 1))
     np.testing.assert_array_equal(np.asarray(d_weights), 32 * (np.asarray(routing.ids) + 1))
 
 
-@pytest.mark.parametrize("layout,check_vma", [("ii", True), ("iii", False), ("v", False), ("v", True)])
+@pytest.mark.parametrize("layout,check_vma", [("ii", True), ("iii", False), ("v", False)])
 def test_d07_inside_a_shard_map_of_the_user(layout, check_vma):
     x, routing, experts = constant_experts()
     sharding, tokens = D07[layout](), P(D07[layout]().token_axis)
@@ -169,11 +163,9 @@ def test_d07_inside_a_shard_map_of_the_user(layout, check_vma):
     np.testing.assert_array_equal(np.asarray(grads[1].w_down, np.float32), want)
 
 
-@pytest.mark.parametrize("layout", ["EP8 tokens too", "EP4 x TP2"])
-def test_gradients_do_not_depend_on_the_mesh(layout):
+def test_gradients_do_not_depend_on_the_mesh():
     case = oracle.make_case(7, **SIZES, x_dtype="f32", weights="f32", poison=False)
     x, routing, experts = case.args()
-    sharding = LAYOUTS[layout]()
     c = jax.random.normal(jax.random.key(0), x.shape)
 
     def loss(x, weights, experts, layer):
@@ -181,6 +173,7 @@ def test_gradients_do_not_depend_on_the_mesh(layout):
 
     grad = lambda layer: jax.jit(jax.grad(functools.partial(loss, layer=layer), (0, 1, 2)))
     want = grad(moe)(x, routing.weights, experts)
+    sharding = LAYOUTS["EP4 x TP2, tokens everywhere"]()
     got = grad(functools.partial(moe_sharded, sharding=sharding))(x, routing.weights, sharding.shard(experts))
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert np.linalg.norm(np.asarray(g) - np.asarray(w)) < 1e-5 * np.linalg.norm(np.asarray(w))
@@ -201,16 +194,12 @@ def test_leading_axes_are_split_along_the_first():
     oracle.assert_close(y.reshape(x.shape), case)
 
 
-@pytest.mark.parametrize("format", ["f32", "nvfp4"])
-def test_stacked_layers_by_a_traced_index(format):
-    cases = [oracle.make_case(seed, **SIZES, x_dtype="f32", weights="f32", poison=False) for seed in (12, 13)]
-    x, routing, _ = cases[0].args()
-    layers = [case.args()[2] if format == "f32" else case.args()[2].quantize(format) for case in cases]
+def test_stacked_layers_by_a_traced_index():
+    cases = [oracle.make_case(seed, **SIZES, x_dtype="f32", weights="nvfp4", poison=False) for seed in (12, 13)]
+    x, routing, _ = cases[1].args()
     sharding = LAYOUTS["EP4 x TP2"]()
-    stack = sharding.shard(jax.tree.map(lambda *w: jnp.stack(w), *layers))
-    y = sharded(x, routing, stack, sharding, strategy="reference", layer=jnp.int32(1))
-    want = np.asarray(moe(x, routing, layers[1], strategy="reference"))
-    np.testing.assert_allclose(np.asarray(y), want, rtol=0, atol=1e-5 * np.abs(want).max())
+    stack = sharding.shard(jax.tree.map(lambda *w: jnp.stack(w), *(case.args()[2] for case in cases)))
+    oracle.assert_close(sharded(x, routing, stack, sharding, strategy="reference", layer=jnp.int32(1)), cases[1])
 
 
 # ------------------------------------------------------------------------------------------------ what XLA makes of it
@@ -225,10 +214,13 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "coll
     ("EP8 tokens too", {"all-gather": 3, "reduce-scatter": 1}),  # x, ids and weights; never the experts
 ])
 def test_weights_stay_where_they_are_under_plain_jit(layout, expected):
-    case = oracle.make_case(10, **SIZES, weights="mxfp8", poison=False)
+    case = oracle.make_case(10, **SIZES, weights="mxfp8", pattern="skipped")
     x, routing, experts = case.args()
     sharding = LAYOUTS[layout]()
-    text = sharded.lower(x, routing, sharding.shard(experts), sharding, strategy="reference").compile().as_text()
+    placed = sharding.shard(experts)
+    compiled = sharded.lower(x, routing, placed, sharding, strategy="reference").compile()
+    oracle.assert_close(compiled(x, routing, placed, sharding), case)
+    text = compiled.as_text()
     lines = [line for line in text.splitlines() if any(f" {name}(" in line for name in COLLECTIVES)]
     assert {name: sum(f" {name}(" in line for line in lines) for name in COLLECTIVES} == dict.fromkeys(
         COLLECTIVES, 0) | expected, lines
@@ -284,6 +276,46 @@ def test_weights_in_the_wrong_place_are_not_moved_in_secret():
         moe_sharded(x, routing, mixed, sharding)
 
 
+def test_meshes_that_order_their_devices_otherwise():
+    x, routing, experts = small()
+    sharding = ExpertSharding(mesh(e=4), expert_axis="e")
+    turned = ExpertSharding(jax.sharding.Mesh(np.array(jax.devices()[3::-1]), ("e",)), expert_axis="e")
+    message = r"got an array on a mesh of devices \[3, 2, 1, 0\], expected the order \[0, 1, 2, 3\].*make one mesh"
+    with pytest.raises(ArgumentError, match=rf"experts\.w_gate: {message}"):
+        moe_sharded(x, routing, turned.shard(experts), sharding)
+    with pytest.raises(ArgumentError, match=rf"x: {message}"):
+        moe_sharded(jax.device_put(x, NamedSharding(turned.mesh, P())), routing, sharding.shard(experts), sharding)
+
+
+def test_wrong_places_that_types_show_under_jit():
+    x, routing, experts = small()
+    explicit = ExpertSharding(mesh(AxisType.Explicit, e=8), expert_axis="e")
+    elsewhere = jax.device_put(experts, NamedSharding(explicit.mesh, P()))
+    with pytest.raises(ArgumentError, match=r"experts\.w_gate: got an array split as .*expected P\('e', None, None\)"):
+        sharded(x, routing, elsewhere, explicit, strategy="reference")
+    other = LAYOUTS["EP4 x TP2"]().shard(experts)
+    for sharding in (explicit, ExpertSharding(mesh(e=8), expert_axis="e")):
+        with pytest.raises(ArgumentError, match=r"w_gate: got an array on the mesh .*expected one on .*'e': 8"):
+            sharded(x, routing, other, sharding, strategy="reference")
+
+
+def test_in_shardings_refuse_what_auto_axes_do_not_show():
+    # Documented in `moe_sharded`: JAX's own error.
+    x, routing, experts = small()
+    sharding = ExpertSharding(mesh(e=8), expert_axis="e")
+    layer = jax.jit(lambda *args: moe_sharded(*args, sharding), in_shardings=(None, None, sharding.shardings(experts)))
+    with pytest.raises(ValueError, match="does not match the sharding on the respective arg"):
+        layer(x, routing, jax.device_put(experts, NamedSharding(sharding.mesh, P())))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, "float13"])
+def test_a_sum_in_no_dtype_for_it(dtype):
+    x, routing, experts = small()
+    sharding = ExpertSharding(mesh(e=4), expert_axis="e")
+    with pytest.raises(ArgumentError, match=r"^reduce_dtype: got (int32|float13), expected bfloat16, float16, float32"):
+        sharded(x, routing, sharding.shard(experts), sharding, reduce_dtype=dtype)
+
+
 def test_tokens_on_other_devices_and_things_that_are_no_mesh():
     x, routing, experts = small()
     sharding = ExpertSharding(mesh(e=4), expert_axis="e")
@@ -295,6 +327,14 @@ def test_tokens_on_other_devices_and_things_that_are_no_mesh():
         moe_sharded(x, elsewhere[1], placed, sharding)
     with pytest.raises(ArgumentError, match="mesh: got int, expected a jax.sharding.Mesh"):
         ExpertSharding(8)
+    with pytest.raises(ArgumentError, match="mesh: got an AbstractMesh, which has no devices"):
+        dataclasses.replace(sharding, mesh=sharding.mesh.abstract_mesh).shard(experts)
+    with pytest.raises(ArgumentError, match="sharding: got Mesh, expected ExpertSharding"):
+        MoE(64, 128, 8, 2, sharding=sharding.mesh, rngs=nnx.Rngs(0))
+    with pytest.raises(UnsupportedError, match="'all_to_all' needs tokens and experts to share one axis alone"):
+        moe_sharded(x, routing, placed, sharding, exchange="all_to_all")
+    with pytest.raises(ArgumentError, match="exchange: got 'alltoall', expected one of"):
+        moe_sharded(x, routing, placed, sharding, exchange="alltoall")
     with pytest.raises(ArgumentError, match="sharding: got Mesh, expected ExpertSharding"):
         moe_sharded(x, routing, placed, mesh(e=4))
     with pytest.raises(ArgumentError, match="routing: got tuple, expected Routing"):

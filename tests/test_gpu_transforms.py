@@ -1,15 +1,22 @@
-"""Training and sharding on real GPUs: pytest --gpu. The sharded tests want two of them."""
+"""Training and sharding on real GPUs: pytest --gpu. The sharded tests want two of them.
+
+`python -m bench.two_gpus` runs those, by their names, and writes their outcomes.
+"""
 
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 
 from jax_warp_decode import Routing, moe
+from jax_warp_decode.checkpoints import load_model
+from jax_warp_decode.layers.expert_params import part
 from jax_warp_decode.parallel import ExpertSharding, moe_sharded
 from jax_warp_decode.partitioned import moe_partitioned
 from jax_warp_decode.paths import grouped_kernels
@@ -108,3 +115,32 @@ def test_all_to_all_on_two_gpus(pattern):
     layer = jax.jit(moe_sharded, static_argnames=("strategy", "exchange"))
     y = layer(x, routing, sharding.shard(experts), sharding, strategy="warp_decode", exchange="all_to_all")
     oracle.assert_close(y, case)
+
+
+@two_gpus
+@pytest.mark.parametrize("layout", [dict(expert_axis="gpu"), dict(tensor_axis="gpu"),
+                                    dict(expert_axis="gpu", token_axis="gpu")])
+@pytest.mark.parametrize("strategy", ["warp_decode", "auto"])
+def test_shared_experts_on_two_gpus(layout, strategy):
+    # Eight routed experts, of which a token uses two, and one that all use.
+    case = oracle.make_case(7, tokens=8, experts=9, hidden=512, intermediate=384, k=3, poison=False)
+    case.ids[:, :2], case.ids[:, 2] = case.ids[:, :2] % 8, 8
+    x, routing, experts = case.args()
+    mesh = jax.make_mesh((2,), ("gpu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    sharding = ExpertSharding(mesh, **layout)
+    routed, shared = (part(experts, entries) for entries in (slice(8), slice(8, 9)))
+    y = jax.jit(moe_sharded, static_argnames="strategy")(
+        x, Routing(routing.ids[:, :2], routing.weights[:, :2]), sharding.shard(routed), sharding, strategy=strategy,
+        shared=sharding.of_shared.shard(shared), shared_weight=routing.weights[:, 2:])
+    oracle.assert_close(y, case, h_dtype="bfloat16", unit=oracle.TENSOR_CORE_UNIT)
+
+
+@two_gpus
+def test_a_decoder_on_two_gpus():
+    folder = pathlib.Path(__file__).parent / "fixtures" / "mixtral_tiny"
+    mesh = jax.make_mesh((2,), ("gpu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    tokens = np.arange(5, dtype=np.int32)[None]
+    forward = jax.jit(lambda graph, state: nnx.merge(graph, state)(tokens)[0], static_argnums=0)
+    want, got = (np.asarray(forward(*nnx.split(load_model(folder, sharding=sharding))), np.float64)
+                 for sharding in (None, ExpertSharding(mesh, expert_axis="gpu")))
+    assert np.linalg.norm(got - want) <= 2e-2 * np.linalg.norm(want)

@@ -7,9 +7,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jax_warp_decode import ArgumentError, checkpoint_sharding
-from jax_warp_decode.checkpoint_sharding import PAGE_BYTES, load_experts, read_slice
-from jax_warp_decode.checkpoints import load_moe_blocks, reader, slots
+from jax_warp_decode import ArgumentError
+from jax_warp_decode.checkpoint_sharding import load_experts
+from jax_warp_decode.checkpoints import load_moe_blocks, mesh_fill, reader, slots
+from jax_warp_decode.checkpoints.mesh_fill import PAGE_BYTES, read_slice
 from jax_warp_decode.demo import bundled_model
 from jax_warp_decode.parallel import ExpertSharding
 
@@ -57,7 +58,7 @@ def test_parts_of_every_orientation(tmp_path, options):
     slot.read(opened.tensors["w"], whole)
     E, N, M = whole.shape
     for index in ((slice(1, 3), slice(0, N), slice(0, M)), (slice(3, 4), slice(1, N - 1), slice(M // 2, M))):
-        got = checkpoint_sharding._read(opened, [slot], index, np.uint8)
+        got = mesh_fill._read(opened, [slot], index, np.uint8)
         np.testing.assert_array_equal(got, whole[index])
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from flax import nnx
 from jax_warp_decode.checkpoints import reader, slots
 from jax_warp_decode.checkpoints.blocks import block_slots, read_config
 from jax_warp_decode.checkpoints.family import BlockSpec, Encoding, Family
+from jax_warp_decode.checkpoints.mesh_fill import mesh_fill
 from jax_warp_decode.checkpoints.progress import Report, reporting
 from jax_warp_decode.checkpoints.slots import Slot
 from jax_warp_decode.errors import ArgumentError, CheckpointError, UnsupportedError
@@ -20,6 +21,7 @@ from jax_warp_decode.models.gpt_oss_config import GptOssConfig
 from jax_warp_decode.models.mixtral_config import MixtralConfig
 from jax_warp_decode.models.qwen3_moe_config import Qwen3MoeConfig
 from jax_warp_decode.models.settings import show
+from jax_warp_decode.parallel import ExpertSharding
 
 CONFIGS = {config.ARCHITECTURE: config for config in (Qwen3MoeConfig, MixtralConfig, GptOssConfig)}
 LM_HEAD = "lm_head.weight"
@@ -31,6 +33,7 @@ def load_model(
     *,
     dtype: Any = None,
     strategy: str = "auto",
+    sharding: ExpertSharding | None = None,
     progress: Report | None = None,
     architecture: str | None = None,
 ) -> Decoder:
@@ -44,17 +47,21 @@ def load_model(
       dtype: dtype of the computation and of all plain weights; None keeps each weight as it is stored and computes in
         the dtype of the embedding. Quantised experts stay as they are.
       strategy: how the experts run, see `MoE`.
+      sharding: puts the experts on a mesh, split over E and I as it says, and all other weights on every device. Each
+        host reads only the experts that its own devices keep. With several hosts, all call this alike.
       progress: called with (bytes read, bytes in all), at first with 0 and then after every tensor; None shows a bar on
         a terminal.
       architecture: refuse any other one, such as "Qwen3MoeForCausalLM".
 
     Returns:
-      The model, on JAX's default device.
+      The model, on JAX's default device or the mesh. On a mesh, call it under `jit` (as `generate` does) with tokens
+      and cache that are not bound to one device.
 
     Raises:
       CheckpointError: anything wrong with the folder, in one message that names the tensors or fields; also an
         architecture, option or quantisation that the decoder does not have.
-      ArgumentError: folder is no path, or dtype or strategy is not one of the allowed ones.
+      ArgumentError: folder is no path, dtype or strategy is not one of the allowed ones, or the sizes or the blocks of
+        the format cannot be split so; nothing has been read.
 
     Example:
       >>> from jax_warp_decode.checkpoints import load_model
@@ -73,8 +80,11 @@ def load_model(
         _check_tied(opened)
     compute_dtype = reader.DTYPES[opened.tensors[EMBEDDING].dtype] if dtype is None else dtype
     model = nnx.eval_shape(lambda: Decoder(config, strategy=strategy, dtype=compute_dtype, rngs=nnx.Rngs(0)))
+    fill = slots.fill if sharding is None else mesh_fill(sharding)
+    for layer in model.layers:
+        layer.moe.set_sharding(sharding)
     with reporting(f"loading {opened.path.name}", progress) as report:
-        for path, value in slots.fill(opened, checked, dtype, report):
+        for path, value in fill(opened, checked, dtype, report):
             find_param(model, path).set_value(value)
     return model
 
@@ -111,10 +121,10 @@ def layout(config: DecoderConfig, family: Family, architecture: str, spec: Block
         yield Slot(LM_HEAD, (config.vocab_size, H), "lm_head.embedding")
 
 
-def find_param(model: Decoder, path: str) -> nnx.Param:
+def find_param(model: Any, path: str) -> nnx.Param:
     """The parameter at a dotted path such as "layers.0.moe.w_gate"."""
-    return functools.reduce(
-        lambda node, part: node[int(part)] if part.isdigit() else getattr(node, part), path.split("."), model)
+    step: Callable[[Any, str], Any] = lambda node, part: node[int(part)] if part.isdigit() else getattr(node, part)
+    return functools.reduce(step, path.split("."), model)
 
 
 def _read_decoder(opened: reader.Folder, allowed: list[str]) -> DecoderConfig:
@@ -140,7 +150,7 @@ def _check_tied(opened: reader.Folder) -> None:
         arrays = [np.empty(head.nbytes, np.uint8) for _ in range(2)]
         for tensor, array in zip((head, embedding), arrays, strict=True):
             dataclasses.replace(tensor, dtype="U8", shape=array.shape).read_into(array)
-        same = np.array_equal(*arrays)
+        same = np.array_equal(arrays[0], arrays[1])
     if not same:
         raise CheckpointError(
             f"{opened.path}: {LM_HEAD}: differs from {EMBEDDING}, expected the same or no such tensor; set "

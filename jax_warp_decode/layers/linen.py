@@ -1,11 +1,13 @@
 """The mixture-of-experts layer for Flax Linen: `layers.MoE` through `flax.nnx.bridge`, with the same options."""
 
+from typing import Any
+
 from flax import nnx
 
 from jax_warp_decode.layers.moe import MoE
 
 
-def linen_moe(*sizes: int, name: str | None = None, **options) -> nnx.bridge.ToLinen:
+def linen_moe(*sizes: int, name: str | None = None, **options: Any) -> nnx.bridge.ToLinen:
     """`MoE` as a Linen module: the same arguments, without `rngs`.
 
     Its parameters are those of `MoE`, under the same names, in the collection "params" (the correction bias in

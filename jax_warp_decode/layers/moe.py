@@ -1,8 +1,7 @@
 """The mixture-of-experts layer for Flax NNX: router, experts and the choice of strategy in one module."""
 
-import functools
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +11,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_warp_decode.activations import Activation, get_activation
 from jax_warp_decode.choose import TABLE, Choice
 from jax_warp_decode.errors import ArgumentError
-from jax_warp_decode.experts import BIASES, MATRICES, ExpertWeights
+from jax_warp_decode.experts import ExpertWeights
 from jax_warp_decode.explain import Explanation, explain
+from jax_warp_decode.layers import expert_params
 from jax_warp_decode.moe import WEIGHT_ON, moe
-from jax_warp_decode.parallel import ExpertSharding, moe_sharded
+from jax_warp_decode.parallel import ExpertSharding, check_sharding, moe_sharded
 from jax_warp_decode.route_tokens import route_tokens
 from jax_warp_decode.routers import Router
 from jax_warp_decode.routing import Routing, as_router
-from jax_warp_decode.shared_experts import with_shared
+from jax_warp_decode.shared_experts import append_shared, with_shared
 
 DEFAULT_KERNEL_INIT = nnx.initializers.lecun_normal()  # as nnx.Linear
 DEFAULT_BIAS_INIT = nnx.initializers.zeros_init()
-EXPERT_TENSORS = (*MATRICES, *BIASES)
 
 
 class RouterState(nnx.Variable):
@@ -63,8 +62,8 @@ class MoE(nnx.Module):
       kernel_init: initialiser of every matrix, called with the shape [in, out] as in `nnx.Linear`, once an expert.
       bias_init: initialiser of `router_bias` and, for each expert, its biases.
       sharding: `ExpertSharding` of a mesh on which the layer runs; parameters carry `out_sharding` and `mesh`, and are
-        made in their places. Shared experts count as experts where E is split. `module_sharding.shard_module` moves
-        a layer that exists.
+        made in their places. `module_sharding.shard_module` moves a layer that exists. The same `rngs` make the same
+        layer on any mesh.
       rngs: the `params` stream draws the parameters.
 
     Attributes:
@@ -72,6 +71,8 @@ class MoE(nnx.Module):
       w_gate, w_up: Params [E + S, I, H], or with a `QuantizedArray` as value; w_gate is None without a gate.
       w_down: Param [E + S, H, I], likewise.
       b_gate, b_up: Params [E + S, I] or None; b_down: Param [E + S, H] or None.
+      shared: None; where a mesh splits E, which E + S would not be divided by, a module that has the shared experts'
+        parameters under the same names, [S, ..], on every device that splits E; those above are then [E, ..].
       shared_gate: Param [1, H] or None.
 
     Raises:
@@ -145,40 +146,52 @@ class MoE(nnx.Module):
         self.weight_on = weight_on
         self.activation = get_activation(activation)
         self.dtype = None if dtype is None else jnp.dtype(dtype)
-        self.set_sharding(sharding)
+        self.sharding = sharding
         self.set_strategy(strategy)
+        apart = self._apart(sharding)
         total = num_experts + num_shared_experts
         gated = self.activation.gated
         if sharding is not None:  # refuses a split that does not divide before anything is drawn
-            up = jax.ShapeDtypeStruct((total, intermediate_size, hidden_size), param_dtype)
-            down = jax.ShapeDtypeStruct((total, hidden_size, intermediate_size), param_dtype)
-            sharding.specs(ExpertWeights(up if gated else None, up, down))
+            w_up, w_down = (cast(Any, jax.ShapeDtypeStruct((num_experts if apart else total, *shape), param_dtype))
+                            for shape in ((intermediate_size, hidden_size), (hidden_size, intermediate_size)))
+            sharding.specs(ExpertWeights(w_up if gated else None, w_up, w_down))
 
-        def param(value, *dimensions, kind=nnx.Param):
-            return kind(value, **_placed(sharding, dimensions))
+        def param(value, dimensions, kind=nnx.Param, places=sharding):
+            return kind(value, **expert_params.placed(places, dimensions))
 
         def kernel(size_in, size_out):
             return kernel_init(rngs.params(), (size_in, size_out), param_dtype).T
 
-        def each(init, *shape):
+        def each(init, *shape, dimensions):
+            """A parameter of all experts, or of the routed and of the shared ones; the numbers are the same."""
             keys = jax.random.split(rngs.params(), total)
-            return jax.vmap(lambda key: init(key, shape, param_dtype).T)(keys)
+            draw = jax.vmap(lambda key: init(key, shape, param_dtype).T)
+            if not apart:
+                return param(draw(keys), dimensions), None
+            return (param(draw(keys[:num_experts]), dimensions),
+                    param(draw(keys[num_experts:]), dimensions, places=sharding.of_shared))
 
-        self.router = param(kernel(hidden_size, num_experts), None, None)
-        self.w_gate = param(each(kernel_init, hidden_size, intermediate_size), "E", "I", None) if gated else None
-        self.w_up = param(each(kernel_init, hidden_size, intermediate_size), "E", "I", None)
-        self.w_down = param(each(kernel_init, intermediate_size, hidden_size), "E", None, "I")
-        self.b_gate = param(each(bias_init, intermediate_size), "E", "I") if use_bias and gated else None
-        self.b_up = param(each(bias_init, intermediate_size), "E", "I") if use_bias else None
-        self.b_down = param(each(bias_init, hidden_size), "E", None) if use_bias else None
-        self.router_bias = param(bias_init(rngs.params(), (num_experts,), param_dtype), None) if router_bias else None
+        up, down = (hidden_size, intermediate_size), (intermediate_size, hidden_size)
+        self.router = param(kernel(hidden_size, num_experts), "-H")
+        experts = dict(
+            w_gate=each(kernel_init, *up, dimensions="EIH") if gated else None,
+            w_up=each(kernel_init, *up, dimensions="EIH"),
+            w_down=each(kernel_init, *down, dimensions="EHI"),
+            b_gate=each(bias_init, up[1], dimensions="EI") if use_bias and gated else None,
+            b_up=each(bias_init, up[1], dimensions="EI") if use_bias else None,
+            b_down=each(bias_init, down[1], dimensions="EH") if use_bias else None)
+        routed, shared = ({name: both and both[i] for name, both in experts.items()} for i in (0, 1))
+        expert_params.assign(self, routed)
+        self.shared = nnx.data(expert_params.SharedExperts(shared) if apart else None)
+        self.router_bias = param(bias_init(rngs.params(), (num_experts,), param_dtype), "-") if router_bias else None
         self.correction_bias = (
-            param(jnp.zeros((num_experts,), jnp.float32), None, kind=RouterState) if correction_bias else None)
-        self.expert_scale = param(jnp.ones((num_experts,), param_dtype), None) if expert_scale else None
-        self.shared_gate = param(kernel(hidden_size, 1), None, None) if shared_gate else None
+            param(jnp.zeros((num_experts,), jnp.float32), "-", kind=RouterState) if correction_bias else None)
+        self.expert_scale = param(jnp.ones((num_experts,), param_dtype), "-") if expert_scale else None
+        self.shared_gate = param(kernel(hidden_size, 1), "-H") if shared_gate else None
 
     @classmethod
-    def from_weights(cls, w_router: jax.Array, experts: ExpertWeights, num_experts_per_token: int, **options) -> "MoE":
+    def from_weights(
+            cls, w_router: jax.Array, experts: ExpertWeights, num_experts_per_token: int, **options: Any) -> "MoE":
         """A layer around weights that exist, for example those of a block that it replaces. Nothing is drawn or copied.
 
         Args:
@@ -219,26 +232,42 @@ class MoE(nnx.Module):
 
     @property
     def experts(self) -> ExpertWeights:
-        """The weights of routed and shared experts, [E + S, ..], as `moe` takes them."""
-        return ExpertWeights(**{name: None if (p := getattr(self, name)) is None else p.get_value()
-                                for name in EXPERT_TENSORS})
+        """The weights of routed and shared experts, [E + S, ..], as `moe` takes them; [E, ..] where `shared` has some.
+        """
+        return expert_params.read(self)
 
-    def set_experts(self, experts: ExpertWeights) -> None:
-        """Replaces the expert weights, for example by `layer.experts.quantize("mxfp8")`; sizes must stay."""
+    @property
+    def shared_experts(self) -> ExpertWeights | None:
+        """The weights of `shared`, [S, ..], as `moe_sharded` takes them."""
+        return None if self.shared is None else expert_params.read(self.shared)
+
+    def set_experts(self, experts: ExpertWeights, shared: ExpertWeights | None = None) -> None:
+        """Replaces the expert weights, for example by `layer.experts.quantize("mxfp8")`; sizes must stay.
+
+        Args:
+          experts: [E + S, ..]; also [E, ..] where `shared` has the shared ones, which then stay as they are.
+          shared: [S, ..], to replace those.
+
+        Raises:
+          ArgumentError: other sizes, or tensors that the layer does not have or lacks.
+        """
         experts.check()
-        shapes = {name: p.get_value().shape for name in EXPERT_TENSORS if (p := getattr(self, name)) is not None}
-        given = experts.weights | experts.biases
-        if missing := shapes.keys() ^ given.keys():
-            raise ArgumentError(f"experts: got {', '.join(given)}, expected {', '.join(shapes)}; {', '.join(missing)} "
-                                "depend on use_bias and on the activation's gate")
-        for name, want in shapes.items():
-            if given[name].shape != want:
-                axes = {"w_down": "E, H, I", "b_down": "E, H"}.get(name, "E, I, H"[: 3 * len(want) - 2])
-                raise ArgumentError(f"experts.{name}: got shape {given[name].shape}, expected {want} = [{axes}]")
-        if self.sharding is not None:
-            given = (placed := self.sharding.shard(experts)).weights | placed.biases
-        for name, value in given.items():
-            getattr(self, name).set_value(value)
+        if self.shared is None and shared is not None:
+            raise ArgumentError("shared: got ExpertWeights, expected None; here shared experts stand behind the routed "
+                                "ones, see append_shared")
+        if self.shared is not None and shared is None and experts.num_experts != self.num_experts:
+            experts, shared = (expert_params.part(experts, entries) for entries in (
+                slice(None, self.num_experts), slice(self.num_experts, None)))
+        groups: list[tuple[Any, ExpertWeights, str, ExpertSharding | None]] = [
+            (self, experts, "experts", self.sharding)]
+        if shared is not None:
+            places = None if self.sharding is None else self.sharding.of_shared
+            groups.append((self.shared, shared, "shared", places))
+        for module, weights, owner, _ in groups:
+            weights.check()
+            expert_params.check(module, weights, owner)
+        for module, weights, _, where in groups:
+            expert_params.write(module, weights if where is None else where.shard(weights))
 
     def set_strategy(self, strategy: str) -> None:
         """Selects "auto" or one strategy by name, for every later call."""
@@ -248,8 +277,28 @@ class MoE(nnx.Module):
         self.strategy = strategy
 
     def set_sharding(self, sharding: ExpertSharding | None) -> None:
-        """Runs every later call on this mesh; the parameters must lie there, see `module_sharding.shard_module`."""
+        """Runs every later call on this mesh; the parameters must lie there, see `module_sharding.shard_module`.
+
+        Where the mesh splits E, shared experts become parameters of `shared`, elsewhere experts like any other.
+        """
+        own, shared, apart = self.experts, self.shared_experts, self._apart(sharding)
+        experts: ExpertWeights | None = None  # what changes
+        if apart and shared is None:
+            experts, shared = (expert_params.part(own, entries) for entries in (
+                slice(None, self.num_experts), slice(self.num_experts, None)))
+        elif not apart and shared is not None:
+            experts, shared = append_shared(own, shared), None
+        if experts is not None:
+            expert_params.assign(self, _params(experts))
+            self.shared = nnx.data(expert_params.SharedExperts(_params(shared)) if apart and shared else None)
         self.sharding = sharding
+
+    def _apart(self, sharding: ExpertSharding | None) -> bool:
+        """Whether the shared experts need parameters of their own."""
+        if sharding is None:
+            return False
+        check_sharding(sharding)
+        return self.num_shared_experts > 0 and sharding.size(sharding.expert_axis) > 1
 
     def choice(self, tokens: int, x_dtype: Any = None) -> Choice:
         """The strategy, and why, for a call with `tokens` tokens; arguments as of `explain`."""
@@ -263,7 +312,8 @@ class MoE(nnx.Module):
           x_dtype: dtype that x will have; matters only to a layer with `dtype` None, which computes in it. None stands
             for the dtype of the router's parameter.
         """
-        return explain(self.experts, tokens=tokens, experts_per_token=self.routing.k + self.num_shared_experts,
+        slots = self.routing.k + (0 if self.shared else self.num_shared_experts)
+        return explain(self.experts, tokens=tokens, experts_per_token=slots,
                        x_dtype=self.dtype or x_dtype or self.router.get_value().dtype, strategy=self.strategy,
                        sharding=self.sharding)
 
@@ -272,8 +322,9 @@ class MoE(nnx.Module):
 
         Only strategy "xla" has gradients, see `route_tokens`.
         """
-        arrays = {name: None if (p := getattr(self, attribute)) is None else p.get_value() for name, attribute in
-                  (("bias", "router_bias"), ("correction_bias",) * 2, ("expert_scale",) * 2)}
+        arrays: dict[str, Any] = {
+            name: None if (p := getattr(self, attribute)) is None else p.get_value() for name, attribute in
+            (("bias", "router_bias"), ("correction_bias",) * 2, ("expert_scale",) * 2)}
         return route_tokens(x, self.router.get_value(), self.routing, strategy=strategy, **arrays)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -293,10 +344,15 @@ class MoE(nnx.Module):
         # Refused here, a strategy comes without the hint of `moe` at an option that the layer does not have.
         strategy = self.choice(tokens.shape[0], tokens.dtype).strategy
         routing = self.route(tokens, "auto" if TABLE[strategy].decode else "xla")
-        if self.num_shared_experts:
-            routing = with_shared(routing, self.num_experts, experts.num_experts, self._gate(tokens))
-        run = moe if self.sharding is None else functools.partial(moe_sharded, sharding=self.sharding)
-        y = run(tokens, routing, experts, activation=self.activation, strategy=strategy, weight_on=self.weight_on)
+        options: dict[str, Any] = dict(activation=self.activation, weight_on=self.weight_on)
+        gate = self._gate(tokens)
+        if self.num_shared_experts and self.shared is None:
+            routing, gate = with_shared(routing, self.num_experts, experts.num_experts, gate), None
+        if self.sharding is None:
+            y = moe(tokens, routing, experts, strategy=strategy, **options)
+        else:  # which chooses for the shared experts apart
+            y = moe_sharded(tokens, routing, experts, self.sharding, shared=self.shared_experts, shared_weight=gate,
+                            strategy=self.strategy, **options)
         return y.reshape(x.shape)
 
     def _gate(self, tokens: jax.Array) -> jax.Array | None:
@@ -307,9 +363,5 @@ class MoE(nnx.Module):
         return jax.nn.sigmoid(jnp.einsum("th,gh->tg", tokens.astype(jnp.float32), w, precision="highest"))
 
 
-def _placed(sharding: ExpertSharding | None, dimensions) -> dict[str, Any]:
-    """Metadata of a parameter whose axes are "E", "I" or not split."""
-    if sharding is None:
-        return {}
-    axes = {"E": sharding.expert_axis, "I": sharding.tensor_axis}
-    return dict(out_sharding=tuple(axes.get(dimension) for dimension in dimensions), mesh=sharding.mesh)
+def _params(experts: ExpertWeights) -> dict[str, nnx.Param]:
+    return {name: nnx.Param(w) for name, w in (experts.weights | experts.biases).items()}
