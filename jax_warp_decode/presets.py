@@ -71,9 +71,14 @@ PRESETS = {p.name: p for p in (
     Preset("llama4-maverick", 5120, 8192, 128, 1, "bf16", "llama4", "silu", 8192),
 )}
 
+# Later models whose layers have the same sizes, router, activation and format.
+SAME_LAYER = {
+    "deepseek-r1": "deepseek-v3", "qwen3.6-35b-a3b": "qwen3.5-35b-a3b", "minimax-m2.5": "minimax-m2",
+    "glm-5.2": "glm-5", "glm-5.3": "glm-5"}
+
 
 def get_preset(name: str) -> Preset:
-    """Looks up a model's mixture-of-experts layer.
+    """Looks up a model's mixture-of-experts layer, also by a name in `SAME_LAYER`.
 
     Raises:
       ArgumentError: for a name that is not in `PRESETS`.
@@ -85,6 +90,7 @@ def get_preset(name: str) -> Preset:
       (4096, 1024, 512, Router(k=10, scoring='softmax', renormalize=True, n_group=1, topk_group=1, group_score='top2', \
 scale=1.0))
     """
-    if name not in PRESETS:
-        raise ArgumentError(f"model: got {name!r}, expected one of {sorted(PRESETS)}")
-    return PRESETS[name]
+    found = PRESETS.get(SAME_LAYER.get(name, name))
+    if found is None:
+        raise ArgumentError(f"model: got {name!r}, expected one of {sorted([*PRESETS, *SAME_LAYER])}")
+    return found

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import io
+import pathlib
 import re
 
 import jax
@@ -11,20 +12,22 @@ import numpy as np
 import pytest
 from flax import nnx
 from rich.console import Console
+from tiny_models import filled
 
 from jax_warp_decode import ArgumentError, UnsupportedError, generate_command, profile_command
-from jax_warp_decode.checkpoints import save_qwen3_moe
+from jax_warp_decode.checkpoints import load_model, save_qwen3_moe
 from jax_warp_decode.kernels.dense_rows import dense_rows
 from jax_warp_decode.kernels.rms_norm import rms_norm
 from jax_warp_decode.measure import parts, timing
 from jax_warp_decode.models import Qwen3Moe, Qwen3MoeConfig
 from jax_warp_decode.models.cache import RaggedCache
 from jax_warp_decode.models.decode_loop import decode_tokens, generate_ragged
-from jax_warp_decode.models.decode_step import DecodeModel, DecoderWeights, decode_step
+from jax_warp_decode.models.decode_step import DecodeModel, DecoderWeights, decode_step, prefill
 from jax_warp_decode.models.sampling import sample
 
+FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 CONFIG = Qwen3MoeConfig(
-    vocab_size=256, hidden_size=64, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+    vocab_size=256, hidden_size=64, moe_intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
     num_key_value_heads=2, head_dim=32, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
     max_position_embeddings=64)
 
@@ -34,29 +37,13 @@ STEP = jax.jit(decode_step, static_argnums=0)
 
 @pytest.fixture(scope="module")
 def module():
-    """Random weights and gains, filled in without compiling an initialiser for each."""
-    module = nnx.eval_shape(lambda: Qwen3Moe(
+    return filled(lambda: Qwen3Moe(
         CONFIG, strategy="reference", dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0)))
-    normal = np.random.default_rng(7).normal
-
-    def fill(like):
-        values = 1 + 0.1 * normal(size=like.shape) if like.ndim == 1 else normal(size=like.shape) / like.shape[-1]**0.5
-        return jnp.asarray(values, like.dtype)
-
-    nnx.update(module, jax.tree.map(fill, nnx.state(module)))
-    return module
 
 
 @pytest.fixture(scope="module")
 def parts_of(module):
     return DecodeModel.of(module), DecoderWeights.from_model(module)
-
-
-@pytest.fixture(scope="module")
-def one_layer(parts_of):
-    model, weights = parts_of
-    return (dataclasses.replace(model, config=dataclasses.replace(CONFIG, num_hidden_layers=1)),
-            dataclasses.replace(weights, layers=weights.layers[:1]))
 
 
 @pytest.fixture(scope="module")
@@ -80,24 +67,50 @@ def test_rows_of_different_lengths_decode_as_the_module_does_each_alone(module, 
         assert np.all(chosen >= logits.max(axis=1) - 1e-4)
 
 
-def test_a_full_row_and_an_unknown_token_give_nan_and_leave_the_others_alone(one_layer):
-    model, weights = one_layer
+@pytest.mark.parametrize("name", ["mixtral_tiny", "gpt_oss_mxfp4_tiny"])
+def test_rows_of_other_families_have_the_logits_of_transformers(name):
+    """Windows, sinks, YaRN and biases; prompts end on both sides of the window, 6 positions, and go on together."""
+    module = load_model(FIXTURES / name, dtype=jnp.float32, strategy="reference")
+    model, weights = DecodeModel.of(module), DecoderWeights.from_model(module)
+    expected = np.load(FIXTURES / name / "logits.npz")
+    tokens, want = expected["tokens"].astype(np.int32), expected["float32"]
+    lengths = np.array([4, 12], np.int32)
+    rows, padded = np.arange(2), np.where(np.arange(12) < lengths[:, None], tokens[:2, :12], 77)
+    logits, cache = jax.jit(prefill, static_argnums=0)(
+        model, weights, model.new_cache(2, 20), padded, jnp.asarray(lengths))
+    for _ in range(4):
+        np.testing.assert_allclose(logits, want[rows, lengths - 1], rtol=0, atol=1e-4)
+        logits, cache = STEP(model, weights, cache, jnp.asarray(tokens[rows, lengths]))
+        lengths = lengths + 1
+    if name == "gpt_oss_mxfp4_tiny":
+        with pytest.raises(UnsupportedError, match="'cudnn' cannot run: it knows no sliding windows and no sinks"):
+            dataclasses.replace(model, attention="cudnn").new_cache(1, 8)
+
+
+def test_a_full_row_and_an_unknown_token_give_nan_and_leave_the_others_alone(parts_of):
+    model, weights = parts_of
     cache = dataclasses.replace(model.new_cache(3, 256), lengths=jnp.array([256, 1, 1], jnp.int32))
     logits, _ = STEP(model, weights, cache, jnp.array([1, 1, CONFIG.vocab_size], jnp.int32))
     assert np.isnan(np.asarray(logits)).all(axis=1).tolist() == [True, False, True]
     assert not np.isnan(np.asarray(logits[1])).any()
 
 
-def test_steps_update_the_cache_in_place(one_layer):
-    model, weights = one_layer
+def test_steps_update_the_cache_in_place_and_say_where_every_operation_belongs(parts_of):
+    model, weights = parts_of
     cache = model.new_cache(2, 64)
     step = jax.jit(decode_tokens, static_argnums=(0, 4), donate_argnums=2)
     compiled = step.lower(model, weights, cache, jnp.zeros((2,), jnp.int32), 3).compile()
     assert compiled.memory_analysis().alias_size_in_bytes >= sum(a.nbytes for a in (*cache.k, *cache.v))
+    names = set(re.findall(r'op_name="(jit[^"]*)"', compiled.as_text()))
+    scopes = {"embed", "norm", "attention", "router", "experts", "head", "sample"}
+    assert scopes <= {part for name in names for part in name.split("/")}
+    # What else there is: the loop over steps, and constants of a layer.
+    other = re.compile(r"/while(/body|/cond)?(/(jit\(dynamic_\w+\)/)?\w+)?$|jit\(_decode_layer\)$")
+    assert not {name for name in names if not scopes & set(name.split("/")) and not other.search(name)}
 
 
-def test_the_fused_form_of_a_step_agrees_with_xla(one_layer):
-    plain, weights = one_layer  # in float32, and too narrow for `dense_rows`
+def test_the_fused_form_of_a_step_agrees_with_xla(parts_of):
+    plain, weights = parts_of  # in float32, and too narrow for `dense_rows`
     fused = dataclasses.replace(plain, attention="fused", interpret=True)
     normal = np.random.default_rng(0).normal
     lengths = np.array([3, 200, 0], np.int32)  # 200 positions lie in several splits

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import save_file
 
 from jax_warp_decode import ArgumentError, CheckpointError
 from jax_warp_decode.activations import get_activation
 from jax_warp_decode.checkpoints import MoEFolder, load_moe_blocks, reader
 from jax_warp_decode.formats import FORMATS, dequantize
-from jax_warp_decode.presets import PRESETS
+from jax_warp_decode.presets import PRESETS, SAME_LAYER, get_preset
 from jax_warp_decode.routers import ROUTERS, Router
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
@@ -65,7 +66,8 @@ def test_blocks_are_those_of_transformers(name):
         y = jax.jit(lambda block, x: block(x, strategy="reference"))(block, x)
         assert relative(y, expected[f"y{n}"]) < FLOAT32_ERROR
     if name in ("qwen3_next_tiny", "deepseek_v3_tiny"):  # a shared expert of twice the size, and one alike
-        np.testing.assert_allclose(block.layer(strategy="reference")(x), y, rtol=0, atol=1e-5 * np.abs(y).max())
+        in_one_call = nnx.jit(lambda layer, x: layer(x))(block.layer(strategy="reference"), x)
+        np.testing.assert_allclose(in_one_call, y, rtol=0, atol=1e-5 * np.abs(y).max())
     elif name == "minimax_m3_tiny":
         with pytest.raises(ArgumentError, match="shared: got I = 64, expected a multiple"):
             block.layer()
@@ -222,6 +224,8 @@ def test_presets_name_what_exists():
         preset.routing.check(preset.num_experts)
         assert preset.routing.k == preset.experts_per_token
         assert preset.act.name == preset.activation and preset.format in ("bf16", *FORMATS)
+    assert get_preset("deepseek-r1") is PRESETS["deepseek-v3"] and not SAME_LAYER.keys() & PRESETS.keys()
+    assert all(get_preset(name).name == target for name, target in SAME_LAYER.items())
 
 
 def drop(*names):
@@ -265,6 +269,10 @@ FAULTS = [
     ("gpt_oss_tiny", None, dict(num_hidden_layers=1), "unexpected: model.layers.1.mlp.experts.down_proj"),
     ("mixtral_tiny", None, dict(architectures=["LlamaForCausalLM"]), "architectures: got .'LlamaForCausalLM'., exp"),
     ("mixtral_tiny", None, dict(num_local_experts=3), "6 tensors unexpected: .*experts.3.w1.weight.*wrong shape"),
+    ("mixtral_tiny", None, dict(num_hidden_layers=3),
+     r"missing: model.layers.2.block_sparse_moe.gate.weight, .*moe.experts.{0-3}.w1.weight, .*{0-3}.w3.*{0-3}.w2"),
+    ("mixtral_tiny", None, dict(architectures=["Qwen3MoeForCausalLM"], num_experts=4, moe_intermediate_size=96),
+     r"26 tensors missing: .* 24 tensors unexpected: model.layers.{0, 1}.block_sparse_moe.experts.{0-3}.w1.weight, "),
 ]
 
 

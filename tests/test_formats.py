@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jax_warp_decode import formats
 from jax_warp_decode.errors import ArgumentError
+from jax_warp_decode.experts import ExpertWeights
 from jax_warp_decode.formats import (
     FORMATS,
     QuantizedArray,
@@ -293,3 +294,9 @@ def test_scales_that_are_not_powers_of_two_show_as_nan_under_jit():
     scale = jnp.array([[0.5, 0.3]])
     out = jax.jit(lambda s: from_qwix(qwix.QArray(jnp.ones((1, 64), E4M3), s)).dequantize())(scale)
     np.testing.assert_array_equal(np.isnan(out[0]), np.arange(64) >= 32)
+
+
+def test_experts_become_plain_only_if_asked_and_the_message_says_how_large():
+    w_up, w_down = (FORMATS["mxfp4"].structs((2, *shape)) for shape in ((96, 64), (64, 96)))
+    with pytest.raises(ArgumentError, match="got mxfp4 weights, expected plain ones; in bfloat16 they take 73,728 byt"):
+        ExpertWeights(w_up, w_up, w_down).astype(jnp.bfloat16)

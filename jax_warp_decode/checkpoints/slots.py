@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_warp_decode.checkpoints import reader
+from jax_warp_decode.checkpoints.names import summary
 from jax_warp_decode.errors import ArgumentError, CheckpointError
 from jax_warp_decode.experts import DENSE_FORMATS
 from jax_warp_decode.formats import QuantizedArray
@@ -137,13 +138,13 @@ def check(opened: reader.Folder, expected: Iterable[Slot], dtype: Any, unclaimed
     problems = []
     if missing:
         more = " or more" if len(missing) >= MAX_MISSING else ""
-        problems.append(f"{len(missing)}{more} tensors missing: {reader.listing(missing)}")
+        problems.append(f"{len(missing)}{more} tensors missing: {summary(missing)}")
     if unexpected and len(missing) < MAX_MISSING:
-        problems.append(f"{len(unexpected)} tensors unexpected: {reader.listing(sorted(unexpected))}")
+        problems.append(f"{len(unexpected)} tensors unexpected: {summary(sorted(unexpected))}")
     if wrong:
-        problems.append(f"{len(wrong)} tensors of the wrong shape or type: {reader.listing(wrong)}")
+        problems.append(f"{len(wrong)} tensors of the wrong shape or type: {summary(wrong)}")
     if not problems and (mixed := _mixed(opened, slots, dtype)):
-        problems.append(f"experts of mixed types in {len(mixed)} layers: {reader.listing(mixed)}, expected one type in "
+        problems.append(f"experts of mixed types in {len(mixed)} layers: {summary(mixed)}, expected one type in "
                         "a layer; dtype= converts plain ones")
     if problems:
         raise CheckpointError(f"{opened.path}: {'; '.join(problems)}")

@@ -33,7 +33,8 @@ def decode_tokens(
     Returns:
       ids int32 [steps, B], the last of them once more as the `tokens` of the next call, and the cache.
     """
-    keys = None if key is None else jax.random.split(key, steps)
+    with jax.named_scope("sample"):
+        keys = None if key is None else jax.random.split(key, steps)
 
     def step(carry, key):
         tokens, cache = carry
@@ -49,7 +50,8 @@ def decode_tokens(
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _prefill_and_sample(model, weights, cache, tokens, lengths, key, temperature, top_p):
     logits, cache = prefill(model, weights, cache, tokens, lengths)
-    return sample(logits, key, temperature, top_p), cache
+    with jax.named_scope("sample"):
+        return sample(logits, key, temperature, top_p), cache
 
 
 _decode_tokens = jax.jit(decode_tokens, static_argnums=(0, 4), donate_argnums=2)
@@ -130,7 +132,7 @@ class RaggedGeneration:
 
 
 def generate_ragged(
-    model: DecodeModel, weights: DecoderWeights, prompts: Sequence[Sequence[int]], max_new_tokens: int, *,
+    model: DecodeModel, weights: DecoderWeights, prompts: Sequence[Sequence[int] | np.ndarray], max_new_tokens: int, *,
     temperature: float = 0.0, top_p: float | None = None, rng: jax.Array | None = None, max_len: int | None = None,
     chunk: int = 8,
 ) -> RaggedGeneration:
@@ -196,7 +198,8 @@ def generate_ragged(
         raise ArgumentError(f"rng: got {'None' if rng is None else 'a key'} with temperature {temperature}, expected a "
                             "key only when temperature > 0; pass rng=jax.random.key(seed) to sample")
     return RaggedGeneration(
-        model, weights, prompts, max_new_tokens, chunk, max_len, rng, temperature or None, top_p)
+        model, weights, prompts, max_new_tokens, chunk, max_len, rng, temperature or None,
+        None if top_p == 1 else top_p)  # which keeps every token, however their probabilities add up in float32
 
 
 def _check_prompts(prompts, vocab_size: int) -> list[np.ndarray]:

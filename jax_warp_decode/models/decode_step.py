@@ -1,6 +1,6 @@
-"""A lean decode step of a Qwen3-MoE decoder: plain arrays in, logits and the cache out, nothing but the arithmetic.
+"""A lean decode step of any of our decoders: plain arrays in, logits and the cache out, nothing but the arithmetic.
 
-`Qwen3Moe` is the module to train, load and save; this is the form to serve it in. Rows have lengths of their own
+`Decoder` is the module to train, load and save; this is the form to serve it in. Rows have lengths of their own
 ("ragged"), so prompts of different lengths decode together. Every layer is the same jitted function, so that L layers
 trace and lower once, and XLA puts the whole step into one CUDA graph. Donate the cache: it is then written in place.
 """
@@ -12,80 +12,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jax_warp_decode.errors import ArgumentError, UnsupportedError
+from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.kernels import dense_rows
 from jax_warp_decode.kernels.attend import attend as fused_attention
 from jax_warp_decode.kernels.rms_norm import rms_norm
 from jax_warp_decode.models.cache import RaggedCache
-from jax_warp_decode.models.decode_attention import ATTENTION, FUSED, resolve
-from jax_warp_decode.models.qwen3_moe import Qwen3Moe
-from jax_warp_decode.models.qwen3_moe_config import Qwen3MoeConfig
+from jax_warp_decode.models.decode_attention import ATTENTION, FUSED, attend_masked, resolve, seen_positions
+from jax_warp_decode.models.decode_weights import DecoderWeights, LayerWeights
+from jax_warp_decode.models.decoder import Decoder
+from jax_warp_decode.models.decoder_config import DecoderConfig
+from jax_warp_decode.models.rope import rotation
 from jax_warp_decode.moe import moe
 from jax_warp_decode.route_tokens import route_tokens
 from jax_warp_decode.routing import Routing
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LayerWeights:
-    """One layer; every matrix has its reduction dimension last.
-
-    Attributes:
-      input_norm, post_norm: [H] gains of the norms in front of attention and experts.
-      w_qkv: [(N + 2 KVH) D, H] projections to queries, keys and values, in this order.
-      q_norm, k_norm: [D] gains of the norms of queries and keys.
-      w_o: [H, N D] output projection.
-      w_router: [E, H].
-      experts: `ExpertWeights` [E, ..], or what `DecodeModel.experts` takes instead.
-    """
-
-    input_norm: jax.Array
-    w_qkv: jax.Array
-    q_norm: jax.Array
-    k_norm: jax.Array
-    w_o: jax.Array
-    post_norm: jax.Array
-    w_router: jax.Array
-    experts: Any
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DecoderWeights:
-    """All weights of a decoder: embed [V, H], the layers, norm [H] and head [V, H] (may be the same array as embed)."""
-
-    embed: jax.Array
-    layers: tuple[LayerWeights, ...]
-    norm: jax.Array
-    head: jax.Array
-
-    @classmethod
-    def from_model(cls, model: Qwen3Moe) -> "DecoderWeights":
-        """The weights of a module. Only the three projections of a layer's attention are copied, into one.
-
-        Raises:
-          UnsupportedError: the model's attention projections have biases.
-        """
-        if not isinstance(model.config, Qwen3MoeConfig) or model.config.attention_bias:
-            raise UnsupportedError(
-                f"model: got a {type(model.config).__name__}, expected a Qwen3MoeConfig without attention_bias; "
-                "models.generate runs the others")
-
-        def value(param):
-            return param.get_value()
-
-        def layer(source) -> LayerWeights:
-            a = source.attention
-            w_qkv = jnp.concatenate([value(p.kernel).T for p in (a.q_proj, a.k_proj, a.v_proj)])
-            return LayerWeights(
-                value(source.input_norm.scale), w_qkv, value(a.q_norm.scale), value(a.k_norm.scale),
-                value(a.o_proj.kernel).T, value(source.post_norm.scale), value(source.moe.router), source.moe.experts)
-
-        head = model.embed if model.lm_head is None else model.lm_head
-        return cls(value(model.embed.embedding), tuple(map(layer, model.layers)), value(model.norm.scale),
-                   value(head.embedding))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,12 +36,13 @@ class DecodeModel:
       config: sizes of the decoder.
       experts: (x [T, H], routing, experts) -> y [T, H]; `moe` unless something is compared with it.
       attention: "auto", "fused", or a name in `decode_attention.ATTENTION`. "fused" goes with kernels of this package
-        for everything around it, too: projections, norms, rotation and cache in five launches per layer.
+        for everything around it, too: projections, norms, rotation and cache in five launches per layer. Sliding
+        windows and sinks are XLA's.
       dtype: of the residual stream and the matrix products.
       interpret: run the kernels of "fused" on the CPU, for tests.
     """
 
-    config: Qwen3MoeConfig
+    config: DecoderConfig
     experts: Callable = moe
     attention: str = "auto"
     dtype: Any = jnp.bfloat16
@@ -111,12 +52,14 @@ class DecodeModel:
     def resolved_attention(self) -> str:
         """What "auto" stands for here."""
         c = self.config
-        return resolve(self.attention, c.num_attention_heads, c.num_key_value_heads, c.head_dim)
+        masked = c.attention_sinks or any(c.window(n) is not None for n in range(c.num_hidden_layers))
+        return resolve(self.attention, c.num_attention_heads, c.num_key_value_heads, c.head_dim, masked=masked,
+                       normed=c.qk_norm and not c.attention_bias)
 
     @classmethod
-    def of(cls, model: Qwen3Moe) -> "DecodeModel":
+    def of(cls, model: Decoder) -> "DecodeModel":
         """The step of a module, with its strategy and activation."""
-        options = dict(strategy=model.strategy, activation=model.config.hidden_act)
+        options = dict(strategy=model.strategy, activation=model.config.activation)
         return cls(model.config, MoeOptions(tuple(options.items())), dtype=model.dtype)
 
     def new_cache(self, batch: int, max_len: int) -> RaggedCache:
@@ -180,18 +123,23 @@ def decode_step_with_routing(
     """`decode_step`, and the experts that it used: ids int32 [L, B, K]."""
     _check(tokens, cache, 1)
     attention = model.resolved_attention
-    run_layer = _fused_layer if attention == FUSED else functools.partial(_decode_layer, ATTENTION[attention])
     with jax.named_scope("embed"):
         x = _embed(model, weights, tokens, cache.lengths < cache.max_len)
         rotation = rotation_of(model.config, cache.lengths)
         delta = jnp.zeros_like(x)
     ks, vs, ids = [], [], []
-    for layer, k, v in zip(weights.layers, cache.k, cache.v, strict=True):
-        x, delta, k, v, chosen = run_layer(model, layer, x, delta, rotation, cache.lengths, k, v)
+    for number, (layer, k, v) in enumerate(zip(weights.layers, cache.k, cache.v, strict=True)):
+        state = x, delta, rotation, cache.lengths, k, v
+        if attention == FUSED:
+            x, delta, k, v, chosen = _fused_layer(model, layer, *state)
+        else:
+            window = model.config.window(number)
+            x, delta, k, v, chosen = _decode_layer(ATTENTION[attention], window, model, layer, *state)
         ks.append(k)
         vs.append(v)
         ids.append(chosen)
-    cache = RaggedCache(tuple(ks), tuple(vs), cache.lengths + 1, cache.heads_first)
+    with jax.named_scope("attention"):
+        cache = RaggedCache(tuple(ks), tuple(vs), cache.lengths + 1, cache.heads_first)
     with jax.named_scope("head"):
         if attention == FUSED:
             logits = _project(model, (x, delta), weights.head, gain=weights.norm, out_dtype=jnp.float32,
@@ -220,16 +168,19 @@ def prefill(
     B, S = tokens.shape
     if S > cache.max_len:
         raise ArgumentError(f"tokens: got {S} per row, expected at most {cache.max_len}, the cache's max_len")
-    x = _embed(model, weights, tokens.reshape(-1), jnp.broadcast_to(jnp.bool_(True), (B * S,)))
-    rotation = rotation_of(model.config, jnp.tile(jnp.arange(S, dtype=jnp.int32), B))
-    real = (jnp.arange(S, dtype=jnp.int32) < lengths[:, None]).reshape(-1)
+    with jax.named_scope("embed"):
+        x = _embed(model, weights, tokens.reshape(-1), jnp.broadcast_to(jnp.bool_(True), (B * S,)))
+        rotation = rotation_of(model.config, jnp.tile(jnp.arange(S, dtype=jnp.int32), B))
+        real = (jnp.arange(S, dtype=jnp.int32) < lengths[:, None]).reshape(-1)
     ks, vs = [], []
-    for layer, k, v in zip(weights.layers, cache.k, cache.v, strict=True):
-        x, k, v = _prefill_layer(model, layer, x, rotation, real, k, v, cache.heads_first)
+    for number, (layer, k, v) in enumerate(zip(weights.layers, cache.k, cache.v, strict=True)):
+        x, k, v = _prefill_layer(
+            model, model.config.window(number), cache.heads_first, layer, x, rotation, real, k, v)
         ks.append(k)
         vs.append(v)
-    last = x.reshape(B, S, -1)[jnp.arange(B), lengths - 1]
-    return _logits(model, weights, last), RaggedCache(tuple(ks), tuple(vs), lengths, cache.heads_first)
+    with jax.named_scope("head"):
+        logits = _logits(model, weights, x.reshape(B, S, -1)[jnp.arange(B), lengths - 1])
+    return logits, RaggedCache(tuple(ks), tuple(vs), lengths, cache.heads_first)
 
 
 # -------------------------------------------------------------------------------------------------------- one layer
@@ -269,26 +220,36 @@ def _project(model, xs, w, *, gain=None, residuals=(), out_dtype=None, name="den
     return sum((a.astype(jnp.float32) for a in residuals), y).astype(out_dtype or x.dtype)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _decode_layer(attention, model, layer, x, delta, rotation, lengths, k_cache, v_cache):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _decode_layer(attention, window, model, layer, x, delta, rotation, lengths, k_cache, v_cache):
     def attend(q, k, v):
         k_new = attention.write(k_cache, lengths, k)
         v_new = attention.write(v_cache, lengths, v)
-        return attention.run(q, k_new, v_new, lengths + 1), (k_new, v_new)
+        if window is None and layer.sinks is None:
+            y = attention.run(q, k_new, v_new, lengths + 1)
+        else:  # `resolve` lets no other attention through than "xla", which reads the cache in this order
+            seen = seen_positions(lengths[:, None], k_new.shape[1], window)
+            y = attend_masked(q[:, None], k_new, v_new, seen, layer.sinks)[:, 0]
+        return y, (k_new, v_new)
 
     x, (k, v), ids = decoder_layer(model, layer, x, rotation, attend)
     return x, delta, k, v, ids
 
 
-@functools.partial(jax.jit, static_argnums=(0, 7))
-def _prefill_layer(model, layer, x, rotation, real, k_cache, v_cache, heads_first):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _prefill_layer(model, window, heads_first, layer, x, rotation, real, k_cache, v_cache):
     B, S = k_cache.shape[0], x.shape[0] // k_cache.shape[0]
 
     def attend(q, k, v):
         q, k, v = (a.reshape(B, S, *a.shape[1:]) for a in (q, k, v))
-        # cuDNN's does not write the S x S logits to memory.
-        library = "cudnn" if jax.default_backend() == "gpu" and model.dtype != jnp.float32 else "xla"
-        y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=library)
+        if layer.sinks is None:
+            # cuDNN's does not write the S x S logits to memory.
+            library = "cudnn" if jax.default_backend() == "gpu" and model.dtype != jnp.float32 else "xla"
+            y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=library,
+                                             local_window_size=None if window is None else (window - 1, 0))
+        else:
+            seen = seen_positions(jnp.arange(S, dtype=jnp.int32)[None], S, window)
+            y = attend_masked(q, k, v, seen, layer.sinks)
         if heads_first:
             k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
         write = functools.partial(jax.lax.dynamic_update_slice, start_indices=(0, 0, 0, 0))
@@ -317,14 +278,17 @@ def decoder_layer(model: DecodeModel, layer: LayerWeights, x: jax.Array, rotatio
         h = _norm(config, x, layer.input_norm)
     with jax.named_scope("attention"):
         with jax.named_scope("qkv"):
-            heads = _dense(h, layer.w_qkv).reshape(T, N + 2 * KVH, D)
+            heads = _dense(h, layer.w_qkv, bias=layer.b_qkv).reshape(T, N + 2 * KVH, D)
         with jax.named_scope("rotate"):
-            gains = jnp.where(jnp.arange(N + KVH)[:, None] < N, layer.q_norm, layer.k_norm)
-            qk = _rotate(_norm(config, heads[:, :N + KVH], gains), rotation)
+            qk = heads[:, :N + KVH]
+            if layer.q_norm is not None and layer.k_norm is not None:
+                gains = jnp.where(jnp.arange(N + KVH)[:, None] < N, layer.q_norm, layer.k_norm)
+                qk = _norm(config, qk, gains)
+            qk = _rotate(qk, rotation)
         with jax.named_scope("attend"):
             y, state = attend(qk[:, :N], qk[:, N:], heads[:, N + KVH:])
         with jax.named_scope("output"):
-            x = x + _dense(y.reshape(T, N * D), layer.w_o)
+            x = x + _dense(y.reshape(T, N * D), layer.w_o, bias=layer.b_o)
     with jax.named_scope("norm"):
         h = _norm(config, x, layer.post_norm)
     y, ids = _experts(model, layer, h, real)
@@ -334,33 +298,33 @@ def decoder_layer(model: DecodeModel, layer: LayerWeights, x: jax.Array, rotatio
 
 def _experts(model: DecodeModel, layer: LayerWeights, h: jax.Array, real=None) -> tuple[jax.Array, jax.Array]:
     """Router and routed experts: h [T, H] -> (y [T, H], ids [T, K])."""
-    routing = route_tokens(
-        h, layer.w_router, model.config.num_experts_per_tok, renormalize=model.config.norm_topk_prob)
+    routing = route_tokens(h, layer.w_router, model.config.router, bias=layer.router_bias)
     if real is not None:  # padding goes to no expert
-        routing = Routing(jnp.where(real[:, None], routing.ids, jnp.int32(-1)), routing.weights)
+        with jax.named_scope("router"):
+            routing = Routing(jnp.where(real[:, None], routing.ids, jnp.int32(-1)), routing.weights)
     with jax.named_scope("experts"):
         return model.experts(h, routing, layer.experts), routing.ids
 
 
-def _norm(config: Qwen3MoeConfig, x: jax.Array, gain: jax.Array) -> jax.Array:
+def _norm(config: DecoderConfig, x: jax.Array, gain: jax.Array) -> jax.Array:
     """RMSNorm over the last axis, in float32."""
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + jnp.float32(config.rms_norm_eps))
     return (wide * scale * gain.astype(jnp.float32)).astype(x.dtype)
 
 
-def _dense(x: jax.Array, w: jax.Array, out_dtype=None) -> jax.Array:
-    """x [T, M] times w [N, M] transposed, summed in float32; with float32 operands truly so."""
+def _dense(x: jax.Array, w: jax.Array, out_dtype=None, bias: jax.Array | None = None) -> jax.Array:
+    """x [T, M] times w [N, M] transposed plus bias [N], summed in float32; with float32 operands truly so."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     y = jnp.einsum("tm,nm->tn", x, w.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
+    y = y if bias is None else y + bias.astype(jnp.float32)
     return y.astype(out_dtype or x.dtype)
 
 
-def rotation_of(config: Qwen3MoeConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rotation_of(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """cos and sin [T, 1, D/2] of the rotary angles at positions [T] (RoPE, arXiv:2104.09864)."""
-    frequencies = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
-    angles = positions.astype(jnp.float32)[:, None, None] * jnp.asarray(frequencies, jnp.float32)
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = rotation(positions, config.rope_theta, config.head_dim, config.yarn)
+    return cos[:, None], sin[:, None]
 
 
 def _rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -377,8 +341,7 @@ def _embed(model: DecodeModel, weights: DecoderWeights, tokens: jax.Array, fits:
 
 
 def _logits(model: DecodeModel, weights: DecoderWeights, x: jax.Array) -> jax.Array:
-    with jax.named_scope("head"):
-        return _dense(_norm(model.config, x, weights.norm), weights.head, jnp.float32)
+    return _dense(_norm(model.config, x, weights.norm), weights.head, jnp.float32)
 
 
 def _check(tokens, cache: RaggedCache, ndim: int) -> None:

@@ -14,6 +14,7 @@ from jax_warp_decode.choose import Choice
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.layers.moe import MoE
 from jax_warp_decode.models.cache import KVCache
+from jax_warp_decode.models.decode_attention import attend_masked, seen_positions
 from jax_warp_decode.models.decoder_config import DecoderConfig
 from jax_warp_decode.models.rope import rotate, rotation
 
@@ -24,32 +25,6 @@ def _known_ids(tokens: jax.Array | np.ndarray, vocab_size: int) -> jax.Array:
     wide = tokens.astype(np.int32) if tokens.dtype.itemsize < 4 else tokens
     known = (wide >= 0) & (wide < vocab_size)
     return jnp.asarray(xp.where(known, wide.astype(np.int32), np.int32(-1)))
-
-
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Attended values [B, S, N, D] of queries [B, S, N, D], keys and values [B, M, KVH, D] and a mask [S, M].
-
-    With sinks [N], a head's softmax has one more entry, its sink, which carries no value.
-    """
-    if sinks is None:
-        return jax.nn.dot_product_attention(q, k, v, mask=mask[None, None], implementation="xla")
-    B, S, N, D = q.shape
-    grouped = q.reshape(B, S, k.shape[2], -1, D)
-    scores = jnp.einsum("bshgd,bmhd->bhgsm", grouped, k, preferred_element_type=jnp.float32) * np.float32(D**-0.5)
-    scores = jnp.where(mask, scores, -jnp.inf)
-    sinks = sinks.astype(jnp.float32).reshape(*scores.shape[1:3], 1, 1)
-    largest = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks)
-    weights = jnp.exp(scores - largest)
-    weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sinks - largest))
-    y = jnp.einsum("bhgsm,bmhd->bshgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    return y.reshape(B, S, N, D).astype(q.dtype)
-
-
-def _mask(positions: jax.Array, max_len: int, window: int | None) -> jax.Array:
-    """[S, max_len]: which cached positions the tokens at `positions` [S] see."""
-    cached = jnp.arange(max_len, dtype=jnp.int32)
-    seen = cached <= positions[:, None]
-    return seen if window is None else seen & (cached > positions[:, None] - np.int32(window))
 
 
 class Attention(nnx.Module):
@@ -74,15 +49,15 @@ class Attention(nnx.Module):
         self.sinks = nnx.Param(jnp.zeros(heads, param_dtype)) if config.attention_sinks else None
 
     def __call__(self, x: jax.Array, turn: tuple[jax.Array, jax.Array], mask: jax.Array, cache: KVCache, layer: int):
-        """x [B, S, H], cosine and sine [S, D/2], mask [S, max_len] -> ([B, S, H], cache with this layer's keys)."""
+        """x [B, S, H], cosine and sine [S, D/2], mask [1, S, max_len] -> ([B, S, H], cache with this layer's keys)."""
         rows = x.shape[:2]
         q, k = self.q_proj(x).reshape(*rows, *self.query_heads), self.k_proj(x).reshape(*rows, *self.key_heads)
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, turn), rotate(k, turn)
         cache = cache.write(layer, k, self.v_proj(x).reshape(*rows, *self.key_heads))
         sinks = None if self.sinks is None else self.sinks.get_value()
-        y = _attend(q, cache.k[layer].astype(q.dtype), cache.v[layer].astype(q.dtype), mask, sinks)
+        y = attend_masked(q, cache.k[layer].astype(q.dtype), cache.v[layer].astype(q.dtype), mask, sinks)
         return self.o_proj(y.reshape(*rows, math.prod(self.query_heads))), cache
 
 
@@ -103,9 +78,15 @@ class DecoderLayer(nnx.Module):
 
     def __call__(self, x: jax.Array, turn: tuple[jax.Array, jax.Array], mask: jax.Array, cache: KVCache, layer: int):
         with jax.named_scope(f"layer_{layer}"):
-            attended, cache = self.attention(self.input_norm(x), turn, mask, cache, layer)
-            x = x + attended
-            return x + self.moe(self.post_norm(x)), cache
+            with jax.named_scope("norm"):
+                h = self.input_norm(x)
+            with jax.named_scope("attention"):
+                attended, cache = self.attention(h, turn, mask, cache, layer)
+                x = x + attended
+            with jax.named_scope("norm"):
+                h = self.post_norm(x)
+            with jax.named_scope("experts"):
+                return x + self.moe(h), cache
 
 
 class Decoder(nnx.Module):
@@ -186,23 +167,25 @@ class Decoder(nnx.Module):
                 f"cache: got room for {cache.max_len} positions of which {filled} are filled, expected room for {S} "
                 f"more; create it with a larger max_len")
 
-        positions = cache.length + jnp.arange(S, dtype=jnp.int32)
-        turn = rotation(positions, config.rope_theta, config.head_dim, config.yarn)
         windows = [config.window(number) for number in range(config.num_hidden_layers)]
-        masks = {window: _mask(positions, cache.max_len, window) for window in windows}
-        x = self.embed.embedding.get_value().at[_known_ids(tokens, config.vocab_size)].get(
-            mode="fill", fill_value=jnp.nan, wrap_negative_indices=False).astype(self.dtype)
-        # Inside jit the length is unknown: NaN instead of silently overwriting the last positions.
-        x = jnp.where(cache.length + S <= cache.max_len, x, jnp.asarray(jnp.nan, x.dtype))
+        with jax.named_scope("embed"):
+            positions = cache.length + jnp.arange(S, dtype=jnp.int32)
+            turn = rotation(positions, config.rope_theta, config.head_dim, config.yarn)
+            masks = {window: seen_positions(positions[None], cache.max_len, window) for window in windows}
+            x = self.embed.embedding.get_value().at[_known_ids(tokens, config.vocab_size)].get(
+                mode="fill", fill_value=jnp.nan, wrap_negative_indices=False).astype(self.dtype)
+            # Inside jit the length is unknown: NaN instead of silently overwriting the last positions.
+            x = jnp.where(cache.length + S <= cache.max_len, x, jnp.asarray(jnp.nan, x.dtype))
         with self._precision():
             for number, layer in enumerate(self.layers):
                 x, cache = layer(x, turn, masks[windows[number]], cache, number)
-        return self.norm(x), cache.advance(S)
+        with jax.named_scope("norm"):
+            return self.norm(x), cache.advance(S)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits [..., V] float32 of the states [..., H] that `hidden_states` returned, or of a slice of them."""
         head = self.embed if self.lm_head is None else self.lm_head
-        with self._precision():
+        with self._precision(), jax.named_scope("head"):
             return jnp.einsum("...h,vh->...v", hidden, head.embedding.get_value().astype(self.dtype),
                               preferred_element_type=jnp.float32)
 

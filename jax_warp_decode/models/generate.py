@@ -5,14 +5,17 @@ import functools
 import operator
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import ArrayLike
 
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.models.cache import KVCache
+from jax_warp_decode.models.sampling import sample
 
 # Normal float32 numbers: devices may flush smaller ones to 0.
 MIN_TEMPERATURE, MAX_TEMPERATURE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -27,13 +30,9 @@ def _make_advance(graphdef, state_def, greedy: bool) -> Callable:
         model = nnx.merge(graphdef, jax.tree.unflatten(state_def, leaves))
         hidden, cache = model.hidden_states(tokens, cache)
         logits = model.logits(hidden[:, -1])  # only the last position: a prefill has no use for the others
-        if greedy:
-            ids = jnp.argmax(logits, axis=-1)
-        else:
-            # Differences to the largest logit are at most 0: over a tiny temperature they overflow to probability 0.
-            below = logits - jnp.max(logits, axis=-1, keepdims=True)
-            ids = jax.random.categorical(key, below / temperature)
-        return ids.astype(jnp.int32), logits, cache
+        with jax.named_scope("sample"):
+            ids = sample(logits, key, None if greedy else temperature)
+        return ids, logits, cache
 
     return advance
 
@@ -50,17 +49,18 @@ class Generation:
       step_seconds: for every later token the wall time since the token before it; the first of a given shape compiles.
     """
 
-    def __init__(self, model, prompt: jax.Array, max_new_tokens: int, cache: KVCache, temperature: float, rng):
+    def __init__(self, model: Any, prompt: jax.Array, max_new_tokens: int, cache: KVCache, temperature: float,
+                 rng: jax.Array | None) -> None:
         graphdef, state = nnx.split(model)
         # Flattened once here: flattening and hashing a large module costs more than dispatching a step.
         self._leaves, state_def = jax.tree.flatten(state)
         self._advance = _make_advance(graphdef, state_def, temperature == 0.0)
         self._cache, self._next_tokens, self._to_launch = cache, prompt, max_new_tokens
         self._temperature, self._rng = jnp.float32(temperature), rng
-        self._in_flight = collections.deque()
-        self._handed_out_at = None
-        self.logits = None
-        self.prefill_seconds = None
+        self._in_flight: collections.deque[tuple[jax.Array, jax.Array]] = collections.deque()
+        self._handed_out_at: float | None = None
+        self.logits: jax.Array | None = None
+        self.prefill_seconds: float | None = None
         self.step_seconds: list[float] = []
 
     @property
@@ -89,8 +89,8 @@ class Generation:
             self._launch()
         if not self._in_flight:
             raise StopIteration
-        ids, self.logits = self._in_flight.popleft()
-        ids = np.asarray(ids)
+        on_device, self.logits = self._in_flight.popleft()
+        ids = np.asarray(on_device)
         self._handed_out_at = time.perf_counter()
         if self.prefill_seconds is None:
             self.prefill_seconds = self._handed_out_at - start
@@ -115,8 +115,8 @@ def _check_prompt(prompt, vocab_size: int) -> np.ndarray:
 
 
 def generate(
-    model: nnx.Module,
-    prompt_tokens,
+    model: Any,
+    prompt_tokens: ArrayLike,
     max_new_tokens: int,
     *,
     temperature: float = 0.0,

@@ -1,5 +1,7 @@
 """The next token from logits, on the device: greedy, or sampled at a temperature from the most likely tokens."""
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 
@@ -42,4 +44,4 @@ def sample(
         before = jnp.cumsum(descending, axis=-1) - descending  # of the more likely ones
         least = jnp.min(jnp.where(before < top_p, descending, jnp.inf), axis=-1, keepdims=True)
         scaled = jnp.where(probabilities >= least, scaled, -jnp.inf)
-    return jax.random.categorical(key, scaled).astype(jnp.int32)
+    return jax.random.categorical(cast(jax.Array, key), scaled).astype(jnp.int32)
