@@ -14,20 +14,23 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
-import json
 import math
 import pathlib
+import sys
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import decode, small_batch, train_tiny
+from bench import decode_model, train_tiny
+from bench.accuracy_report import layer_summary, plot
+from bench.report import Report, draw
 from jax_warp_decode import ExpertWeights, Routing, moe
 from jax_warp_decode.checkpoints import load_qwen3_moe
 from jax_warp_decode.demo import BUNDLED_FORMATS, bundled_model
 from jax_warp_decode.measure import inputs
+from jax_warp_decode.measure.variants import attempt, describe
 from jax_warp_decode.models import Qwen3MoeConfig
 from jax_warp_decode.models.decode_step import (
     DecodeModel,
@@ -109,48 +112,58 @@ def compare(got: np.ndarray, want: np.ndarray) -> dict:
 
 
 def layer_cases(options, model: "Bundled"):
-    """Yields (name, format, x [T, H], routing, experts)."""
+    """Yields (name, format, function that makes x [T, H], routing and experts)."""
     preset = get_preset(options.model)
+
+    def random(format, distribution):
+        key = jax.random.key(len(distribution))
+        experts = jax.jit(make_experts, static_argnums=(1, 2, 3))(key, preset, format, distribution)
+        routing = inputs.make_routing(np.random.default_rng(1), TOKENS, preset, "uniform")
+        return inputs.make_x(key, TOKENS, preset), routing, experts
+
     for format in options.format:
         for distribution in DISTRIBUTIONS:
-            key = jax.random.key(len(distribution))
-            experts = jax.jit(make_experts, static_argnums=(1, 2, 3))(key, preset, format, distribution)
-            routing = inputs.make_routing(np.random.default_rng(1), TOKENS, preset, "uniform")
-            yield distribution, format, inputs.make_x(key, TOKENS, preset), routing, experts
-    for number, (x, routing, experts) in enumerate(model.activations()):
-        yield f"bundled model, layer {number}", experts.format, x, routing, experts
+            yield distribution, format, functools.partial(random, format, distribution)
+    for number in range(model.config.num_hidden_layers):
+        yield f"bundled model, layer {number}", "mxfp8", lambda number=number: model.activations()[number]
 
 
-def run_layer(options, model: "Bundled") -> list[dict]:
-    results, compiled, began = [], {}, time.perf_counter()
-    variants = paths(jax.default_backend() == "gpu")
+def run_layer(options, report: Report, model: "Bundled", late) -> None:
+    variants, compiled = paths(jax.default_backend() == "gpu"), {}
 
     def step(name, args):
         return jax.jit(functools.partial(moe, **variants[name])).lower(*args).compile()
 
-    for case, format, x, routing, experts in layer_cases(options, model):
-        if time.perf_counter() - began > options.budget:
-            print(f"out of time: {format} {case} was not run", flush=True)
+    for case, format, make in layer_cases(options, model):
+        same = dict(part="layer", case=case, format=format)
+        if report.has(**same):
             continue
+        if late():
+            report.cut(f"layer, {case}, {format}")
+            continue
+        x, routing, experts = make()
         want = exact(x, routing, experts)
         scale = jnp.float32(0.999 / np.abs(want).max())
         routing = Routing(routing.ids, routing.weights * scale)
         want = exact(x, routing, experts)
         jobs = {(name, b): (x[:b], Routing(routing.ids[:b], routing.weights[:b]), experts)
                 for name in variants for b in options.batch if b <= len(x)}
-        new = {key: args for key, args in jobs.items() if (*key, format, x.shape) not in compiled}
+        new = {key: args for key, args in jobs.items() if (*key, format, experts.w_up.shape) not in compiled}
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            pending = {key: pool.submit(step, key[0], args) for key, args in new.items()}
-        compiled.update({(*key, format, x.shape): future for key, future in pending.items()})
+            done = pool.map(lambda key: attempt(step, key[0], new[key]), new)  # noqa: B023 (done within the iteration)
+            compiled.update({(*key, format, experts.w_up.shape): found for key, found in zip(new, done, strict=True)})
+        rows = []
         for (name, b), args in jobs.items():
-            row = dict(case=case, format=format, path=name, batch=b)
+            rows.append(dict(same, path=name, batch=b))
             try:
-                got = np.asarray(compiled[name, b, format, x.shape].result()(*args), np.float64)
-                results.append(dict(row, **compare(got, want[:b])))
+                program = compiled[name, b, format, experts.w_up.shape]
+                if isinstance(program, Exception):
+                    raise program
+                rows[-1] |= compare(np.asarray(program(*args), np.float64), want[:b])
             except Exception as error:
-                results.append(dict(row, error=small_batch.describe(error)))
-        print(f"  {case}, {format}: {time.perf_counter() - began:.0f} s", flush=True)
-    return results
+                rows[-1]["error"] = describe(error)
+        report.add(*rows)
+        print(layer_summary(rows), flush=True)
 
 
 # -------------------------------------------------------------------------------------------------------------- model
@@ -184,31 +197,41 @@ class Bundled:
         self.config = modules["bf16"].config
         self.weights = {format: DecoderWeights.from_model(module) for format, module in modules.items()}
 
+    @functools.cache  # noqa: B019 (there is one of these)
     def activations(self):
         """(x, routing, experts in MXFP8) of every layer, for the first bytes of the text."""
-        weights, found = self.weights["mxfp8"], []
-
-        def recording(x, routing, experts):
-            found.append((x, routing, experts))
-            return moe(x, routing, experts, strategy="reference")
-
-        model = DecodeModel(self.config, recording)
-        x = weights.embed[self.windows[0, :TOKENS]].astype(model.dtype)
         rotation = rotation_of(self.config, jnp.arange(TOKENS, dtype=jnp.int32))
 
         def attend(q, k, v):
             return jax.nn.dot_product_attention(q[None], k[None], v[None], is_causal=True)[0], None
 
-        for layer in weights.layers:
-            x, *_ = decoder_layer(model, layer, x, rotation, attend)
-        return found
+        @jax.jit
+        def run(layer, x):
+            found = []
 
-    def nats(self, model: DecodeModel, format: str) -> float:
-        """Mean loss per byte, in windows that start without context."""
-        weights = self.weights[format]
-        x = weights.embed[self.windows[:, :-1]].astype(model.dtype)
+            def recording(x, routing, experts):
+                found.append((x, routing))
+                return moe(x, routing, experts, strategy="reference")
+
+            x, *_ = decoder_layer(DecodeModel(self.config, recording), layer, x, rotation, attend)
+            return x, *found[0]
+
+        weights, calls = self.weights["mxfp8"], []
+        x = weights.embed[self.windows[0, :TOKENS]].astype(jnp.bfloat16)
         for layer in weights.layers:
-            x, _ = run_one(model, layer, x)
+            x, rows, routing = run(layer, x)
+            calls.append((rows, routing, layer.experts))
+        return calls
+
+    def embedded(self, model: DecodeModel, format: str) -> jax.Array:
+        """x [windows, S, H]."""
+        return self.weights[format].embed[self.windows[:, :-1]].astype(model.dtype)
+
+    def nats(self, model: DecodeModel, format: str, run) -> float:
+        """Mean loss per byte, in windows that start without context; `run` is the compiled `run_one`."""
+        weights, x = self.weights[format], self.embedded(model, format)
+        for layer in weights.layers:
+            x, _ = run(layer, x)
         wide = x.astype(jnp.float32)
         wide = wide / jnp.sqrt(jnp.mean(wide**2, -1, keepdims=True) + self.config.rms_norm_eps)
         h = (wide * weights.norm.astype(jnp.float32)).astype(model.dtype)
@@ -218,21 +241,37 @@ class Bundled:
         return float(-jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), at, axis=-1)))
 
 
-def run_perplexity(model: Bundled) -> list[dict]:
+def compile_all(jobs: list[tuple]) -> list:
+    """`run_one` for each (model, layer, x), or the exception; one after the other lowered, side by side compiled."""
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        lowered = [attempt(run_one.lower, *job) for job in jobs]
+        return list(pool.map(lambda low: low if isinstance(low, Exception) else attempt(low.compile), lowered))
+
+
+def run_perplexity(report: Report, model: Bundled, late) -> None:
     variants = [("float32", "bf16", DecodeModel(model.config, options(strategy="reference"), dtype=jnp.float32))]
     decoders = {"warp_decode": paths(jax.default_backend() == "gpu")["ours"] | dict(strategy="warp_decode"),
                 "expert_centric": dict(strategy="expert_centric"), "conventional": CONVENTIONAL}
     variants += [(name, format, DecodeModel(model.config, options(**chosen)))
                  for format in BUNDLED_FORMATS for name, chosen in decoders.items()]
-    results = []
-    for name, format, decoder in variants:
-        row = dict(path=name, format=format, bytes=int(model.windows[:, 1:].size))
+    variants = [v for v in variants if not report.has(part="perplexity", path=v[0], format=v[1])]
+    runs = compile_all([(decoder, model.weights[format].layers[0], model.embedded(decoder, format))
+                        for _, format, decoder in variants])
+    for (name, format, decoder), run in zip(variants, runs, strict=True):
+        if late():
+            report.cut(f"perplexity, {name}, {format}")
+            continue
+        row = dict(part="perplexity", path=name, format=format, bytes=int(model.windows[:, 1:].size))
         try:
-            nats = model.nats(decoder, format)
-            results.append(dict(row, nats_per_byte=nats, perplexity=math.exp(nats)))
+            if isinstance(run, Exception):
+                raise run
+            nats = model.nats(decoder, format, run)
+            row.update(nats_per_byte=nats, perplexity=math.exp(nats))
         except Exception as error:
-            results.append(dict(row, error=small_batch.describe(error)))
-    return results
+            row["error"] = describe(error)
+        report.add(row)
+        outcome = row.get("error") or f"{row['perplexity']:.5f} ({row['nats_per_byte']:.6f} nats per byte)"
+        print(f"perplexity {format:6} {name:15} {outcome}", flush=True)
 
 
 def options(**chosen) -> MoeOptions:
@@ -242,95 +281,52 @@ def options(**chosen) -> MoeOptions:
 # -------------------------------------------------------------------------------------------------------------- drift
 
 
-def run_drift(config: Qwen3MoeConfig, layers: int, tokens: int) -> list[dict]:
+def run_drift(report: Report, config: Qwen3MoeConfig, layers: int, tokens: int, late) -> None:
     """Per layer and path: relative L2 distance of the residual stream from float32, and share of equal choices."""
-    on_gpu = jax.default_backend() == "gpu"
-    exact_model = DecodeModel(config, options(strategy="reference"), dtype=jnp.float32)
-    models = {"bf16 stream, exact experts": DecodeModel(config, options(strategy="reference")),
-              **{name: DecodeModel(config, options(**chosen)) for name, chosen in paths(on_gpu).items()}}
+    if report.has(part="drift", layer=layers):
+        return
+    report.rows = [row for row in report.rows if row["part"] != "drift"]  # of a run that was cut in the middle
+    models = {"float32": DecodeModel(config, options(strategy="reference"), dtype=jnp.float32),
+              "bf16 stream, exact experts": DecodeModel(config, options(strategy="reference")),
+              **{name: DecodeModel(config, options(**chosen))
+                 for name, chosen in paths(jax.default_backend() == "gpu").items()}}
     start = jax.random.normal(jax.random.key(5), (1, tokens, config.hidden_size), jnp.bfloat16)
-    want, streams, results = start.astype(jnp.float32), dict.fromkeys(models, start), []
+    streams = {name: start.astype(model.dtype) for name, model in models.items()}
+    layer = decode_model.make_layer(config, 0, "mxfp8")
+    runs = dict(zip(models, compile_all([(model, layer, streams[name]) for name, model in models.items()]),
+                    strict=True))
     for number in range(layers):
-        layer = decode.make_layer(config, number, "mxfp8")
-        want, want_ids = run_one(exact_model, layer, want)
-        for name, model in models.items():
-            if name not in streams:
-                continue
-            row = dict(path=name, layer=number + 1)
+        if late():
+            report.cut(f"drift after layer {number}")
+            break
+        layer = decode_model.make_layer(config, number, "mxfp8")
+        ids, rows = {}, []
+        for name in list(streams):
             try:
-                streams[name], ids = run_one(model, layer, streams[name])
-                distance = np.asarray(streams[name], np.float64) - np.asarray(want, np.float64)
-                same = np.mean([len(np.intersect1d(a, b)) for a, b in zip(
-                    np.asarray(ids).reshape(tokens, -1), np.asarray(want_ids).reshape(tokens, -1), strict=True)])
-                results.append(dict(row, relative_l2=float(np.linalg.norm(distance) / np.linalg.norm(want)),
-                                    same_experts=float(same / config.num_experts_per_tok)))
+                if isinstance(runs[name], Exception):
+                    raise runs[name]
+                streams[name], ids[name] = jax.tree.map(np.asarray, runs[name](layer, streams[name]))
             except Exception as error:
-                results.append(dict(row, error=small_batch.describe(error)))
+                rows.append(dict(part="drift", path=name, layer=number + 1, error=describe(error)))
                 del streams[name]
-    return results
+        if "float32" not in streams:
+            report.add(*rows)
+            break
+        want = np.asarray(streams["float32"], np.float64)
+        for name in ids.keys() - {"float32"}:
+            distance = np.asarray(streams[name], np.float64) - want
+            same = np.mean([len(np.intersect1d(a, b)) for a, b in zip(
+                ids[name].reshape(tokens, -1), ids["float32"].reshape(tokens, -1), strict=True)])
+            rows.append(dict(
+                part="drift", path=name, layer=number + 1, same_experts=float(same / config.num_experts_per_tok),
+                relative_l2=float(np.linalg.norm(distance) / np.linalg.norm(want))))
+        report.add(*rows)
+    for path, row in {row["path"]: row for row in report.rows if row["part"] == "drift"}.items():
+        print(f"drift {path:28} after {row['layer']} layers: " + (
+            row.get("error") or f"{row['relative_l2']:.2e}, same experts {row['same_experts']:.1%}"), flush=True)
 
 
-# ------------------------------------------------------------------------------------------------------------- report
-
-
-def summary(report: dict) -> str:
-    lines = []
-    rows = [r for r in report["layer"] if "error" not in r]
-    for case, format, path in dict.fromkeys((r["case"], r["format"], r["path"]) for r in rows):
-        mine = [r for r in rows if (r["case"], r["format"], r["path"]) == (case, format, path)]
-        worst = {key: f(r[key] for r in mine) for key, f in (
-            ("relative_l2", max), ("over_rounding_once", max), ("min_cosine", min), ("max_abs", max),
-            ("correctly_rounded", min))}
-        lines.append(f"{case:24} {format:6} {path:15} worst over B: relative L2 {worst['relative_l2']:.2e} "
-                     f"({worst['over_rounding_once']:.2f} x rounding once), cosine {worst['min_cosine']:.7f}, max abs "
-                     f"{worst['max_abs']:.6f}, correctly rounded {worst['correctly_rounded']:.1%}")
-    for r in report["perplexity"]:
-        lines.append(f"perplexity {r['format']:6} {r['path']:15} " + (
-            r.get("error") or f"{r['perplexity']:.5f} ({r['nats_per_byte']:.6f} nats per byte)"))
-    for path in dict.fromkeys(r["path"] for r in report["drift"]):
-        last = [r for r in report["drift"] if r["path"] == path][-1]
-        lines.append(f"drift {path:28} after {last['layer']} layers: " + (
-            last.get("error") or f"{last['relative_l2']:.2e}, same experts {last['same_experts']:.1%}"))
-    errors = {r["error"] for part in ("layer", "perplexity", "drift") for r in report[part] if "error" in r}
-    return "\n".join([*lines, *(f"error: {e}" for e in errors)])
-
-
-def plot(path: pathlib.Path, report: dict) -> None:
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    fig, (left, middle, right) = plt.subplots(1, 3, figsize=(17, 4.8))
-    rows = [r for r in report["layer"] if "error" not in r]
-    for case, format, name in dict.fromkeys((r["case"], r["format"], r["path"]) for r in rows):
-        mine = [r for r in rows if (r["case"], r["format"], r["path"]) == (case, format, name)]
-        color = {"ours": "C0", "expert_centric": "C2", "conventional": "C3"}[name]
-        left.plot([r["batch"] for r in mine], [r["relative_l2"] for r in mine], color=color, alpha=0.7,
-                  linestyle="-" if format == "mxfp8" else ":", marker=".")
-    for name, color in (("ours", "C0"), ("expert_centric", "C2"), ("conventional, MXFP8 activations", "C3")):
-        left.plot([], [], color=color, label=name)
-    left.set(xscale="log", yscale="log", xlabel="tokens B", ylabel="relative L2 against float64",
-             title="One layer, every case (dotted: bf16 weights)")
-    left.legend(fontsize=8)
-    found = [r for r in report["perplexity"] if "error" not in r]
-    names = [f"{r['format']}\n{r['path']}" for r in found]
-    middle.bar(range(len(found)), [r["perplexity"] for r in found])
-    middle.set_xticks(range(len(found)), names, fontsize=7, rotation=30)
-    if found:
-        low, high = min(r["perplexity"] for r in found), max(r["perplexity"] for r in found)
-        middle.set_ylim(low - (high - low) - 1e-3, high + 0.3 * (high - low) + 1e-3)
-    middle.set(ylabel="perplexity per byte (axis does not start at 0)", title="Bundled model, held-out text")
-    for name in dict.fromkeys(r["path"] for r in report["drift"]):
-        mine = [r for r in report["drift"] if r["path"] == name and "error" not in r]
-        right.plot([r["layer"] for r in mine], [r["relative_l2"] for r in mine], label=name)
-    right.set(yscale="log", xlabel="layer", ylabel="relative L2 of the residual stream against float32",
-              title="Random 48-layer model, MXFP8 experts")
-    right.legend(fontsize=8)
-    for axis in (left, right):
-        axis.grid(alpha=0.3)
-    fig.tight_layout()
-    fig.savefig(path, dpi=120)
-    plt.close(fig)
+# ------------------------------------------------------------------------------------------------------ command line
 
 
 def main(argv=None) -> int:
@@ -341,26 +337,30 @@ def main(argv=None) -> int:
     parser.add_argument("--layers", type=int, default=48, help="of the model whose drift is measured")
     parser.add_argument("--tokens", type=int, default=8, help="of the sequence whose drift is measured")
     parser.add_argument("--windows", type=int, help="of held-out text; default: all")
-    parser.add_argument("--parts", nargs="+", default=["layer", "perplexity", "drift"])
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds after which no new case of a layer starts")
+    parser.add_argument("--parts", nargs="+", default=["perplexity", "drift", "layer"])
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds after which nothing new starts")
+    parser.add_argument("--fill", action="store_true", help="keep what an earlier run wrote, measure what it lacks")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     options = parser.parse_args(argv)
-    options.out.mkdir(parents=True, exist_ok=True)
+    start, report = time.perf_counter(), Report(options.out / "accuracy.json", "accuracy", fill=options.fill)
     model = Bundled(options.windows)
-    config = decode.MODEL if options.model == "qwen3-30b-a3b" else model.config
+    config = decode_model.MODEL if options.model == "qwen3-30b-a3b" else model.config
     config = dataclasses.replace(config, num_hidden_layers=options.layers)
-    report = dict(meta=small_batch.metadata("accuracy"), layer=[], perplexity=[], drift=[])
-    path = options.out / "accuracy.json"
-    for name, run in (("perplexity", lambda: run_perplexity(model)), ("layer", lambda: run_layer(options, model)),
-                      ("drift", lambda: run_drift(config, options.layers, options.tokens))):
-        if name in options.parts:
-            report[name] = run()
-            path.write_text(json.dumps(report, indent=1, default=float) + "\n")
-            print(summary({**dict(layer=[], perplexity=[], drift=[]), name: report[name]}), flush=True)
-    plot(path.with_suffix(".png"), report)
-    print(f"wrote {path}")
-    return 0
+    late = lambda: time.perf_counter() - start > options.budget
+    parts = dict(perplexity=lambda: run_perplexity(report, model, late),
+                 drift=lambda: run_drift(report, config, options.layers, options.tokens, late),
+                 layer=lambda: run_layer(options, report, model, late))
+    for name in options.parts:
+        try:
+            parts[name]()
+        except Exception as error:
+            report.add(dict(part=name, error=describe(error)))
+            print(f"{name}: {describe(error)}", flush=True)
+        print(f"-- {name}: after {time.perf_counter() - start:.0f} s", flush=True)
+    wrong = report.finish()
+    draw(plot, report.path.with_suffix(".png"), report.rows)
+    return wrong
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

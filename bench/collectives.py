@@ -20,7 +20,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from bench import two_devices
-from bench.small_batch import describe, metadata
+from bench.report import metadata
+from jax_warp_decode.measure.variants import describe
 
 LENGTH = 8
 BYTES = (8 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)

@@ -138,11 +138,11 @@ def main() -> None:
         print("{form:9} {format:6} B={batch} {layers} layers: {seconds:6.2f} s ({cpu_seconds:.2f} of CPU time)  "
               "{kernels} kernels, {new_kernels} new  {phases}".format(**r))
     if options.out:
-        from bench import small_batch  # imported late: importing jax takes the GPU's memory
+        from bench.report import metadata  # imported late: asking for the device takes the GPU's memory
 
         options.out.mkdir(parents=True, exist_ok=True)
         path = options.out / "compile_time.json"
-        path.write_text(json.dumps(dict(meta=small_batch.metadata("compile_time"), results=results), indent=1) + "\n")
+        path.write_text(json.dumps(dict(meta=metadata("compile_time"), results=results), indent=1) + "\n")
         print(f"wrote {path}")
 
 

@@ -6,7 +6,8 @@
 the device. Only what runs the routed experts differs between the columns. Several steps are one call; time is the
 device's timeline, CUDA graphs on. The ceiling is a kernel that reads memory and nothing else, in the same process;
 bytes are the weights that a step uses (experts counted from the ids of a real step) and the cached keys and values.
-Writes decode_steps.json and decode_steps.png after every group; stops early when --budget is used up.
+Writes decode_steps.json and decode_steps.png after every group. When --budget is used up no new group starts; --fill
+measures what an earlier run at --out left out.
 """
 
 import argparse
@@ -14,171 +15,37 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
-import json
-import math
-import os
 import pathlib
 import statistics
+import sys
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import small_batch
+from bench.decode_model import (
+    AS_IT_IS,
+    FORMS,
+    MODEL,
+    Case,
+    default_cases,
+    layout,
+    make_cache,
+    make_weights,
+    missing,
+    model_of,
+    prepared,
+    take_memory,
+)
 from bench.decode_report import OURS, describe_row, details, plot, speedups
-from bench.peers import STRATEGIES
-from jax_warp_decode import moe
+from bench.report import Report, draw, need_gpu
 from jax_warp_decode.measure import inputs, parts, read_kernel, timing
-from jax_warp_decode.models import Qwen3MoeConfig
+from jax_warp_decode.measure.variants import WRONG, attempt, describe
 from jax_warp_decode.models.decode_loop import decode_tokens
-from jax_warp_decode.models.decode_step import DecodeModel, DecoderWeights, LayerWeights, decode_step_with_routing
-from jax_warp_decode.presets import Preset
+from jax_warp_decode.models.decode_step import decode_step_with_routing
 
-MODEL = Qwen3MoeConfig(
-    vocab_size=151936, hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_attention_heads=32,
-    num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, rope_theta=1e6,
-    max_position_embeddings=262144)
 STEPS, CALLS = 4, 4  # steps per call; calls, of which the first is dropped
-SHARED_LEN = 32768
-FORMS = ("fused", "split_k", "cudnn", "xla")  # of the step around the experts, the first that works is used
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One measurement.
-
-    Attributes:
-      format: of the experts.
-      strategy: "auto" or a key of `bench.peers.STRATEGIES`.
-      batch, context: rows, and positions that each of them sees.
-      attention: see `DecodeModel`; the same for all that are compared.
-    """
-
-    format: str
-    strategy: str
-    batch: int
-    context: int
-    attention: str
-
-    @property
-    def max_len(self) -> int:
-        """Positions that the cache has room for: one program for many contexts, where attention looks at lengths."""
-        shared = self.attention == FORMS[0] and self.batch <= 4 and self.context <= SHARED_LEN
-        return SHARED_LEN if shared else self.context
-
-    @property
-    def program(self) -> tuple:
-        """Cases that are equal in this run the same compiled step."""
-        return self.format, self.strategy, self.batch, self.max_len, self.attention
-
-
-def default_cases(attention: str) -> list[Case]:
-    """In order of importance within a format; what a format's weights are made for comes together."""
-    small, contexts = (1, 2, 4), (1024, 4096, 16384, 32768)
-    grid = itertools.product
-    return [
-        *(Case("mxfp8", OURS, 1, c, attention) for c in contexts),
-        *(Case("mxfp8", OURS, b, c, attention) for b, c in grid((2, 4), contexts)),
-        *(Case("mxfp8", OURS, b, 1024, attention) for b in (8, 32)),
-        Case("mxfp8", OURS, 1, 131072, attention),
-        *(Case("mxfp8", OURS, 1, 1024, other) for other in FORMS if other != attention),
-        *(Case("mxfp8", "expert_centric_mxfp8", b, 1024, attention) for b in (1, 4)),
-        *(Case("bf16", OURS, b, c, attention) for b, c in grid(small, contexts)),
-        *(Case("bf16", OURS, b, 1024, attention) for b in (8, 32)),
-        *(Case("bf16", "expert_centric", b, 1024, attention) for b in (1, 4)),
-        *(Case("bf16", "tokamax_mosaic", b, c, attention) for b, c in grid(small, contexts)),
-        Case("bf16", "tokamax_mosaic", 8, 1024, attention),
-        *(Case("bf16", "lax_ragged_dot", b, 1024, attention) for b in (1, 4)),
-    ]
-
-
-AS_IT_IS = STRATEGIES["warp_decode"].prepare
-
-
-def take_memory() -> None:
-    """Lets JAX have nearly all of the GPU: weights take 62 GB, caches up to 50. Before its first use."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
-
-
-def layer_function(strategy: str):
-    return moe if strategy == OURS else STRATEGIES[strategy].layer
-
-
-def layout(case: Case):
-    """What brings the experts into the layout of the case's strategy."""
-    return AS_IT_IS if case.strategy == OURS else STRATEGIES[case.strategy].prepare
-
-
-@functools.cache
-def decode_model(strategy: str, attention: str, layers: int) -> DecodeModel:
-    return DecodeModel(dataclasses.replace(MODEL, num_hidden_layers=layers), layer_function(strategy), attention)
-
-
-def model_of(case: Case, weights: DecoderWeights) -> DecodeModel:
-    return decode_model(case.strategy, case.attention, len(weights.layers))
-
-
-# ------------------------------------------------------------------------------------------------------------ weights
-
-
-def make_layer(config: Qwen3MoeConfig, number: int, format: str) -> LayerWeights:
-    """A layer of random weights, scaled so that every projection keeps the size of its input."""
-    c = config
-    w_qkv, w_o, w_router = _dense_weights(c, jax.random.key(1000 + number))
-    gain, head_gain = (jnp.ones((n,), jnp.bfloat16) for n in (c.hidden_size, c.head_dim))
-    preset = Preset("", c.hidden_size, c.moe_intermediate_size, c.num_experts, c.num_experts_per_tok, format)
-    experts = inputs.make_experts(jax.random.key(number), preset, format)
-    return LayerWeights(gain, w_qkv, head_gain, head_gain, w_o, gain, w_router, experts)
-
-
-def _matrix(key, n, m):
-    return jax.random.normal(key, (n, m), jnp.bfloat16) * jnp.bfloat16(1 / math.sqrt(m))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _dense_weights(c: Qwen3MoeConfig, key):
-    heads, key_heads = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    keys = jax.random.split(key, 3)
-    return (_matrix(keys[0], heads + 2 * key_heads, c.hidden_size), _matrix(keys[1], c.hidden_size, heads),
-            _matrix(keys[2], c.num_experts, c.hidden_size))
-
-
-def make_weights(format: str, layers: int) -> DecoderWeights:
-    """Random weights of the whole decoder."""
-    V, H = MODEL.vocab_size, MODEL.hidden_size
-    embed = jax.jit(lambda key: jax.random.normal(key, (V, H), jnp.bfloat16))(jax.random.key(1))
-    head = jax.jit(lambda key: _matrix(key, V, H))(jax.random.key(2))
-    found = tuple(make_layer(MODEL, number, format) for number in range(layers))
-    return jax.block_until_ready(DecoderWeights(embed, found, jnp.ones((H,), jnp.bfloat16), head))
-
-
-def prepared(weights: DecoderWeights, prepare) -> DecoderWeights:
-    """The same weights with every layer's experts in another layout; one layer at a time, freeing the old one."""
-    layers = list(weights.layers)
-    for number, layer in enumerate(layers):
-        experts = jax.block_until_ready(prepare(layer.experts))
-        for array in jax.tree.leaves(layer.experts):
-            array.delete()
-        layers[number] = dataclasses.replace(layer, experts=experts)
-    return dataclasses.replace(weights, layers=tuple(layers))
-
-
-def make_cache(model: DecodeModel, case: Case, spent: int):
-    """A cache with random content, so many positions filled that `spent` steps reach `context` of them."""
-    cache = jax.eval_shape(lambda: model.new_cache(case.batch, case.max_len))
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def random(key, like):
-        return jax.random.normal(key, like.shape, like.dtype)
-
-    flat, tree = jax.tree.flatten((cache.k, cache.v))
-    like = jax.ShapeDtypeStruct(flat[0].shape, flat[0].dtype)
-    k, v = jax.tree.unflatten(tree, [random(jax.random.key(i), like) for i in range(len(flat))])
-    return dataclasses.replace(cache, k=k, v=v, lengths=jnp.full((case.batch,), case.context - spent, jnp.int32))
-
-
-# ------------------------------------------------------------------------------------------------------------- running
 
 
 def lower(case: Case, weights):
@@ -224,9 +91,9 @@ def check_forms(weights, forms) -> dict:
             norm = functools.partial(np.linalg.norm, axis=1)
             found[name] = float(np.median(norm(logits - want) / norm(want)))
             if not found[name] < 0.02:
-                raise ArithmeticError(f"{small_batch.WRONG}: relative L2 {found[name]}")
+                raise ArithmeticError(f"{WRONG}: relative L2 {found[name]}")
         except Exception as error:
-            found[name] = small_batch.describe(error)
+            found[name] = describe(error)
         print(f"form {name}: {found[name]}", flush=True)
     return {name: found[name] for name in (*forms, "xla") if name in found}
 
@@ -235,26 +102,19 @@ def run_group(cases: list[Case], weights, options, facts: dict) -> list[dict]:
     """Compiles all cases side by side, then runs each, then all of them in one trace."""
     rows = {case: dict(dataclasses.asdict(case), max_len=case.max_len) for case in cases}
 
-    def compile_one(lowered):
-        try:
-            return timing.compile_step(lowered)
-        except Exception as error:
-            return error
-
     start = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
         pending = {}
         for case in cases:
             if case.program not in pending:
-                try:
-                    pending[case.program] = pool.submit(compile_one, lower(case, weights))
-                except Exception as error:
-                    pending[case.program] = concurrent.futures.Future()
-                    pending[case.program].set_result(error)
+                lowered = attempt(lower, case, weights)
+                failed = isinstance(lowered, Exception)
+                pending[case.program] = lowered if failed else pool.submit(attempt, timing.compile_step, lowered)
         lowered_after = time.perf_counter() - start
-        steps = {case: pending[case.program].result() for case in cases}
+        pending = {program: p if isinstance(p, Exception) else p.result() for program, p in pending.items()}
     print(f"  {len(pending)} programs: lowered in {lowered_after:.0f} s, compiled after "
           f"{time.perf_counter() - start:.0f} s", flush=True)
+    steps = {case: pending[case.program] for case in cases}
     spent = STEPS * (CALLS + 3)
     runnable = []
     for case, step in steps.items():
@@ -264,14 +124,14 @@ def run_group(cases: list[Case], weights, options, facts: dict) -> list[dict]:
             rows[case].update(_wall(case, step, weights, spent))
             runnable.append(case)
         except Exception as error:
-            rows[case]["error"] = small_batch.describe(error)
+            rows[case]["error"] = describe(error)
     jobs = [(functools.partial(_prepare, case, weights, spent),
              functools.partial(_calls, steps[case], weights)) for case in runnable]
     try:
         traced = timing.record_runs(jobs) if jobs else []
     except Exception as error:
         traced = []
-        print(f"  trace failed: {small_batch.describe(error)}", flush=True)
+        print(f"  trace failed: {describe(error)}", flush=True)
     for case, events in zip(runnable, traced or [[]] * len(runnable), strict=True):
         rows[case].update(_summary(case, steps[case], events, weights, facts))
     return list(rows.values())
@@ -301,7 +161,7 @@ def _wall(case, step, weights, spent) -> dict:
     ids = np.asarray(ids)
     wall = (time.perf_counter() - start) / (2 * STEPS) * 1e6
     if ids.min() < 0 or ids.max() >= MODEL.vocab_size:
-        raise ArithmeticError(small_batch.WRONG)
+        raise ArithmeticError(WRONG)
     return dict(wall_us=wall, temp_bytes=memory.temp_size_in_bytes, aliased_bytes=memory.alias_size_in_bytes,
                 cache_bytes=cache_bytes, last_ids=ids[-1].tolist()[:8])
 
@@ -330,7 +190,7 @@ def _summary(case, step, events, weights, facts) -> dict:
     elif events:  # calls cannot be told apart: all of them
         us, clock = parts.span_us(events) / (STEPS * CALLS), "device, first call included"
     else:
-        us, clock = float("nan"), "none"
+        return dict(found, error="the trace does not show the step")
     return dict(found, us=us, clock=clock, tokens_per_s=case.batch / us * 1e6,
                 fraction_of_read=found["read_us"] / us)
 
@@ -350,61 +210,91 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=200.0, help="seconds after which no new group starts")
     parser.add_argument("--group", type=int, default=8, help="cases compiled side by side and traced together")
     parser.add_argument("--threads", type=int, default=12)
+    parser.add_argument("--fill", action="store_true", help="keep what an earlier run wrote, measure what it lacks")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     return parser.parse_args(argv)
 
 
-def main(argv=None) -> None:
+def working_forms(facts: dict) -> list[str]:
+    found = [name for name, outcome in facts["forms"].items() if isinstance(outcome, float)]
+    if not found:
+        raise SystemExit(f"no form of the step works: {facts['forms']}")
+    return found
+
+
+def chosen_cases(options, report: Report, format: str, working: list[str]) -> list[Case]:
+    """Of the grid: what the options name, some form can run, and the report lacks."""
+    return [c for c in default_cases(working[0]) if c.format == format and c.attention in working
+            and (not options.batch or c.batch in options.batch)
+            and (not options.context or c.context in options.context)
+            and (not options.strategies or c.strategy in options.strategies)
+            and not report.has(**dataclasses.asdict(c))]
+
+
+def run_format(options, report: Report, format: str, start: float) -> None:
+    """Adds the cases of one weight format to the report; the weights go when it returns."""
+    facts = report.facts["facts"]
+    if facts["forms"] and time.perf_counter() - start > options.budget:
+        report.cut(*chosen_cases(options, report, format, working_forms(facts)))
+        return
+    weights = make_weights(format, options.layers)
+    if not facts["forms"]:
+        facts["forms"] = check_forms(weights, options.form)
+    working = working_forms(facts)
+    one = weights.layers[0].experts
+    facts["expert_bytes"][format] = sum(a.nbytes for a in jax.tree.leaves(one)) // MODEL.num_experts
+    print(f"{format}: weights after {time.perf_counter() - start:.0f} s", flush=True)
+    cases = chosen_cases(options, report, format, working)
+    refused = [c for c in cases if missing(c)]
+    report.add(*(dict(dataclasses.asdict(c), error=f"skipped: {missing(c)}") for c in refused))
+    cases = [c for c in cases if c not in refused]
+    new = [batch for batch in dict.fromkeys(c.batch for c in cases) if batch not in facts["unique"]]
+    with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
+        count = functools.partial(unique_experts, weights, attention=working[0])
+        facts["unique"].update(zip(new, pool.map(count, new), strict=True))
+    print(f"experts used per layer {facts['unique']}", flush=True)
+    cases.sort(key=lambda c: layout(c) is not AS_IT_IS)
+    for prepare, alike in itertools.groupby(cases, key=layout):
+        if time.perf_counter() - start > options.budget:
+            report.cut(*alike)
+            continue
+        if prepare is not AS_IT_IS:
+            weights = prepared(weights, prepare)
+        for group in itertools.batched(alike, options.group):
+            if time.perf_counter() - start > options.budget:
+                report.cut(*group)
+                continue
+            found = run_group(list(group), weights, options, facts)
+            for row in found:
+                show = row["batch"] == 1 and row["context"] <= 1024
+                print(details(row) if show else describe_row(row), flush=True)
+            report.facts["speedups"] = speedups(report.rows + found)
+            report.add(*found)
+
+
+def main(argv=None) -> int:
     options = parse(argv)
     take_memory()
-    if jax.default_backend() != "gpu":
-        raise SystemExit("bench.decode measures an NVIDIA GPU; JAX sees none")
+    need_gpu("decode")
     start = time.perf_counter()
-    options.out.mkdir(parents=True, exist_ok=True)
-    results, facts = [], dict(bytes_per_us=read_kernel.bytes_per_us(), unique={}, expert_bytes={}, forms={})
+    facts = dict(bytes_per_us=read_kernel.bytes_per_us(), unique={}, expert_bytes={}, forms={})
+    report = Report(options.out / "decode_steps.json", "decode", fill=options.fill, facts=facts, speedups=[])
     print(f"read ceiling {facts['bytes_per_us'] / 1e6:.2f} TB/s", flush=True)
-    path = options.out / "decode_steps.json"
     for format in options.format:
-        weights = make_weights(format, options.layers)
-        if not facts["forms"]:
-            facts["forms"] = check_forms(weights, options.form)
-            working = [name for name, outcome in facts["forms"].items() if isinstance(outcome, float)]
-            attention = working[0]
-        one = weights.layers[0].experts
-        facts["expert_bytes"][format] = sum(a.nbytes for a in jax.tree.leaves(one)) // MODEL.num_experts
-        print(f"{format}: weights after {time.perf_counter() - start:.0f} s", flush=True)
-        mine = [c for c in default_cases(attention) if c.format == format and c.attention in working
-                and (not options.batch or c.batch in options.batch)
-                and (not options.context or c.context in options.context)
-                and (not options.strategies or c.strategy in options.strategies)]
-        new = [batch for batch in dict.fromkeys(c.batch for c in mine) if batch not in facts["unique"]]
-        with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
-            count = functools.partial(unique_experts, weights, attention=attention)
-            facts["unique"].update(zip(new, pool.map(count, new), strict=True))
-        print(f"experts used per layer {facts['unique']}", flush=True)
-        for prepare, cases in itertools.groupby(sorted(mine, key=lambda c: layout(c) is not AS_IT_IS), key=layout):
-            if prepare is not AS_IT_IS:
-                weights = prepared(weights, prepare)
-            for group in itertools.batched(cases, options.group):
-                if time.perf_counter() - start > options.budget:
-                    print(f"out of time: {len(group)} cases from {group[0]} on were not run", flush=True)
-                    continue
-                found = run_group(list(group), weights, options, facts)
-                results += found
-                for row in found:
-                    show = row["batch"] == 1 and row["context"] <= 1024
-                    print(details(row) if show else describe_row(row), flush=True)
-                meta = small_batch.metadata("decode")
-                path.write_text(json.dumps(dict(
-                    meta=meta, facts=facts, speedups=speedups(results), results=results), indent=1) + "\n")
-        del weights
-    for row in speedups(results):
+        try:
+            run_format(options, report, format, start)
+        except Exception as error:  # such as too little memory for the weights of one format
+            print(f"{format}: {describe(error)}", flush=True)
+            report.add(dict(format=format, strategy=OURS, batch=0, context=0, attention="", error=describe(error)))
+    for row in report.facts["speedups"]:
         print(f"B={row['batch']} {row['context']:6} {row['format']:6} over {row['peer']} in {row['peer_format']}: step "
               f"{row['tokens_per_s']:.2f} x, experts {row['experts']:.2f} x")
-    if any("parts" in r for r in results):
-        plot(path.with_suffix(".png"), results)
-    print(f"wrote {path} after {time.perf_counter() - start:.0f} s")
+    print(f"after {time.perf_counter() - start:.0f} s")
+    wrong = report.finish()
+    if any("parts" in r for r in report.rows):
+        draw(plot, report.path.with_suffix(".png"), report.rows)
+    return wrong
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,17 +7,17 @@ nothing comes from L2. Results are compared with float32 first. Writes decode_at
 """
 
 import argparse
-import concurrent.futures
 import functools
-import json
+import itertools
 import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import small_batch
-from jax_warp_decode.measure import timing
+from bench.report import Report, need_gpu
+from jax_warp_decode.measure.variants import Variant, compare, measure
 from jax_warp_decode.models import decode_attention
 from jax_warp_decode.models.decode_attention import ATTENTION, Attention
 
@@ -61,57 +61,34 @@ def reference(q, k, v, heads_first: bool) -> np.ndarray:
         return np.asarray(jax.nn.dot_product_attention(q[:, None], k, v)[:, 0], np.float64)
 
 
-def main() -> None:
+def describe_row(row: dict) -> str:
+    outcome = row.get("error") or f"{row['us']:8.1f} us  {row['tb_per_s']:.2f} TB/s  {row['relative_l2']:.1e}"
+    return f"B={row['batch']:<3} {row['context']:6} {row['attention']:16} {outcome}"
+
+
+def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--context", nargs="+", type=int, default=[1024, 4096, 32768])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    options = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        raise SystemExit("bench.decode_attention measures an NVIDIA GPU; JAX sees none")
-    options.out.mkdir(parents=True, exist_ok=True)
-    results = []
-    for batch in options.batch:
-        for context in options.context:
-            layers = {first: make_layers(batch, context, first) for first in (False, True)}
-            want = {first: reference(*layers[first][0][:3], first) for first in (False, True)}
-
-            def compile_one(item, layers=layers):
-                name, attention = item
-                try:
-                    lowered = timing.lower_step(attention.run, layers[attention.heads_first], "attention")
-                    return timing.compile_step(lowered)
-                except Exception as error:
-                    return error
-
-            with concurrent.futures.ThreadPoolExecutor(8) as pool:
-                steps = dict(zip(variants(), pool.map(compile_one, variants().items()), strict=True))
-            calls = []
-            for name, step in steps.items():
-                first = variants()[name].heads_first
-                row = dict(attention=name, batch=batch, context=context)
-                try:
-                    if isinstance(step, Exception):
-                        raise step
-                    got = np.asarray(step(layers[first])[0], np.float64)
-                    row["relative_l2"] = float(np.linalg.norm(got - want[first]) / np.linalg.norm(want[first]))
-                    if not row["relative_l2"] < TOLERANCE:
-                        raise ArithmeticError(small_batch.WRONG)
-                    calls.append((row, step, layers[first]))
-                except Exception as error:
-                    results.append(dict(row, error=small_batch.describe(error)))
-            nbytes = 2 * batch * context * KEY_HEADS * DIM * 2
-            for (row, *_), timed in zip(calls, timing.time_steps([c[1:] for c in calls], options.steps), strict=True):
-                results.append(dict(row, us=timed.us, kernels=timed.kernels, clock=timed.clock,
-                                    tb_per_s=nbytes / timed.us / 1e6))
-            for row in results[-len(steps):]:
-                outcome = row.get("error") or (
-                    f"{row['us']:8.1f} us  {row['tb_per_s']:.2f} TB/s  {row['relative_l2']:.1e}")
-                print(f"B={batch:<3} {context:6} {row['attention']:16} {outcome}", flush=True)
-            (options.out / "decode_attention.json").write_text(json.dumps(
-                dict(meta=small_batch.metadata("decode_attention"), results=results), indent=1) + "\n")
+    options = parser.parse_args(argv)
+    need_gpu("decode_attention")
+    report = Report(options.out / "decode_attention.json", "decode_attention")
+    for batch, context in itertools.product(options.batch, options.context):
+        layers = {first: make_layers(batch, context, first) for first in (False, True)}
+        check = {first: compare([reference(*layers[first][0][:3], first)], TOLERANCE) for first in (False, True)}
+        rows = measure([Variant(dict(attention=name, batch=batch, context=context), attention.run,
+                                layers[attention.heads_first], check[attention.heads_first])
+                        for name, attention in variants().items()], options.steps)
+        nbytes = 2 * batch * context * KEY_HEADS * DIM * 2
+        for row in rows:
+            if "us" in row:
+                row["tb_per_s"] = nbytes / row["us"] / 1e6
+            print(describe_row(row), flush=True)
+        report.add(*rows)
+    return report.finish()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

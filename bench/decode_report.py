@@ -56,7 +56,8 @@ def plot(path: pathlib.Path, results: list[dict]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    timed = [r for r in results if "parts" in r and r["attention"] == results[0]["attention"]]
+    timed = [r for r in results if "parts" in r]
+    timed = [r for r in timed if r["attention"] == timed[0]["attention"]]
     fig, (left, right, last) = plt.subplots(1, 3, figsize=(20, 5))
     for format, strategy, batch in dict.fromkeys((r["format"], r["strategy"], r["batch"]) for r in timed):
         rows = sorted((r for r in timed if (r["format"], r["strategy"], r["batch"]) == (format, strategy, batch)),
@@ -76,10 +77,11 @@ def plot(path: pathlib.Path, results: list[dict]) -> None:
     right.set_xticks(range(len(bars)), [f"{r['format']}\n{r['strategy']}" for r in bars], fontsize=7)
     right.set(ylabel="us per step", title="One step at B = 1, shortest context")
     right.legend(fontsize=7)
-    last.bar(np.arange(len(bars)) - 0.2, [r["expert_stages"] for r in bars], 0.4, label="stages")
-    last.bar(np.arange(len(bars)) + 0.2, [r["expert_bytes_written"] / 1024 for r in bars], 0.4, label="KB written")
+    for at, name, values in ((-0.2, "stages", [r["expert_stages"] for r in bars]),
+                             (0.2, "KB written", [r["expert_bytes_written"] / 1024 for r in bars])):
+        last.bar_label(last.bar(np.arange(len(bars)) + at, values, 0.4, label=name), fmt="{:,.0f}", fontsize=8)
     last.set_xticks(range(len(bars)), [f"{r['format']}\n{r['strategy']}" for r in bars], fontsize=7)
-    last.set(yscale="log", title="Routed experts of one layer, B = 1: operations, and intermediate bytes")
+    last.set(yscale="log", title="Experts of one layer, B = 1: stages, and what they write")
     last.legend(fontsize=8)
     fig.tight_layout()
     fig.savefig(path, dpi=120)

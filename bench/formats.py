@@ -5,7 +5,8 @@
 For every format and batch size: the result is compared with the float32 reference, then a chain of layers that share no
 expert is timed next to a plain read of as many unique bytes, all in one trace per format (jax_warp_decode/measure/
 timing.py). The formats of --sweep are measured again with other configurations of the two kernels. Prints a line per
-measurement and writes one JSON after each format; what is left when --seconds are over is skipped, and named.
+measurement and writes one JSON after each format; what is left when --seconds are over is named, and --fill measures it
+in a later run.
 """
 
 import argparse
@@ -13,23 +14,22 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
-import json
 import pathlib
 import sys
 import time
-import traceback
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.small_batch import errors, metadata
-from jax_warp_decode import Routing, moe, tuning
+from bench.report import Report, need_gpu
+from jax_warp_decode import Routing, tuning
 from jax_warp_decode.activations import get_activation
 from jax_warp_decode.explain import KERNELS
 from jax_warp_decode.measure import inputs, read_kernel, timing
 from jax_warp_decode.measure.candidates import candidates
 from jax_warp_decode.measure.job import Job
+from jax_warp_decode.measure.variants import attempt, compare, compile_reference, describe
 from jax_warp_decode.paths import warp_decode
 from jax_warp_decode.presets import PRESETS, get_preset
 
@@ -86,10 +86,7 @@ class Task:
         # All chains share one pool, so one call of the reference gives the results of all of them.
         x, routing = zip(*(call for chain in self.chains for call in chain.calls), strict=True)
         self.tokens = np.concatenate(x).astype(np.float32), jax.tree.map(lambda *a: np.concatenate(a), *routing)
-        reference = functools.partial(moe, strategy="reference")
-        untuned = {"xla_gpu_autotune_level": 0}  # tuning its products takes longer than it saves
-        self.reference = executor.submit(
-            lambda: jax.jit(reference).lower(*self.tokens, self.pool).compile(compiler_options=untuned))
+        self.reference = executor.submit(compile_reference, *self.tokens, self.pool)
         self.read, self.layer = {}, {}
         for chain in self.chains:
             nbytes = chain.unique * self.per_expert
@@ -126,13 +123,11 @@ class Task:
             outcome = outcomes[batch, pair] = {}
             try:
                 step, args = future.result(), jax.device_put([(*call, pool) for call in chains[batch].calls])
-                outcome.update(errors(step(args), want[batch]))
-                if not outcome["relative_l2"] < TOLERANCE:
-                    raise ArithmeticError(f"wrong result, relative L2 {outcome['relative_l2']:.1e}")
+                outcome.update(compare(want[batch], TOLERANCE)(step(args)))
                 calls.append((step, args))
                 names.append((batch, pair))
             except Exception as error:  # one configuration that fails must not end the run
-                outcome["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+                outcome["error"] = describe(error)
         timings = dict(zip(names, timing.time_steps(calls, steps), strict=True))
         for (batch, pair), outcome in outcomes.items():
             read, timed = timings[batch, None], timings.get((batch, pair))
@@ -143,7 +138,7 @@ class Task:
             yield result
 
 
-def describe(result) -> str:
+def describe_row(result) -> str:
     config = " ".join(f"{k.removeprefix('moe_')}={'/'.join(map(str, c.values()))}" for k, c in result["config"].items())
     row = f"{result['format']:13} B={result['batch']:<3}"
     if "us" in result:
@@ -162,49 +157,52 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--format", nargs="+", choices=inputs.FORMATS, default=[
         "mxfp4", "fp8_block128", "mxfp8", "int4_group32", "nvfp4", "int8_channel", "fp8_channel", "bf16", "fp8_tensor",
         "mxfp8_e5m2"])
-    parser.add_argument("--sweep", nargs="*", choices=inputs.FORMATS, default=["mxfp4", "fp8_block128"])
+    parser.add_argument("--sweep", nargs="*", choices=inputs.FORMATS, default=["mxfp4", "mxfp8", "fp8_block128"])
     parser.add_argument("--sweep-batch", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--steps", type=int, default=20, help="timed repetitions of a chain of layers")
     parser.add_argument("--seconds", type=float, default=140, help="no format is begun after this")
+    parser.add_argument("--fill", action="store_true", help="keep what an earlier run wrote, measure what it lacks")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for the JSON")
     return parser.parse_args(argv)
 
 
 def main(argv=None) -> int:
     options, start = parse(argv), time.monotonic()
-    if jax.default_backend() != "gpu":
-        print("No NVIDIA GPU: nothing to measure", file=sys.stderr)
-        return 2
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"formats-{options.model}.json"
-    preset, meta, results, bad = get_preset(options.model), metadata("formats"), [], 0
-    plan, sweeps = ([(f, options.batch, False) for f in options.format],
-                    [(f, options.sweep_batch, True) for f in options.sweep])
-    plan = [*plan[:2], *sweeps, *plan[2:]]
+    need_gpu("formats")
+    report = Report(options.out / f"formats-{options.model}.json", "formats", fill=options.fill)
+    preset = get_preset(options.model)
+    plan = [(f, options.batch, False) for f in options.format] + [(f, options.sweep_batch, True) for f in options.sweep]
+    ahead = iter([each for each in plan if not report.has(format=each[0], swept=each[2])])
     with concurrent.futures.ThreadPoolExecutor(THREADS) as executor:
-        tasks, ahead = [], iter(plan)
-        # The next two formats compile while one is measured.
-        for format, batches, swept in itertools.islice(ahead, 3):
-            tasks.append(Task(executor, preset, format, batches, swept))
+
+        def begin(count):
+            return [(format, swept, attempt(Task, executor, preset, format, batches, swept))
+                    for format, batches, swept in itertools.islice(ahead, count)]
+
+        tasks = begin(2)
         while tasks:
-            task = tasks.pop(0)
-            for format, batches, swept in itertools.islice(ahead, 1):
-                tasks.append(Task(executor, preset, format, batches, swept))
             if time.monotonic() - start > options.seconds:
-                print(f"{task.format}{' sweep' if task.swept else ''}: skipped, {options.seconds} s are over")
-                task.cancel()
-                continue
+                for *_, task in tasks:
+                    if isinstance(task, Task):
+                        task.cancel()
+                report.cut(*(f"{format}{' sweep' * swept}" for format, swept, _ in tasks),
+                           *(f"{format}{' sweep' * swept}" for format, _, swept in ahead))
+                break
+            tasks += begin(1)  # the next two compile while one is measured
+            (format, swept, task), *tasks = tasks
+            found = []
             try:
+                if isinstance(task, Exception):
+                    raise task
                 for result in task.measure(options.steps):
-                    print(describe(result), flush=True)
-                    bad += "wrong result" in result.get("error", "")
-                    results.append(dict(result, swept=task.swept))
-            except Exception:
-                print(f"{task.format}: {traceback.format_exc().strip().splitlines()[-1]}", flush=True)
-            path.write_text(json.dumps(dict(meta=meta, results=results), indent=1) + "\n")
+                    print(describe_row(result), flush=True)
+                    found.append(dict(result, swept=swept))
+            except Exception as error:
+                found.append(dict(format=format, swept=swept, error=describe(error)))
+                print(f"{format}: {describe(error)}", flush=True)
+            report.add(*found)
             print(f"-- {time.monotonic() - start:.0f} s", flush=True)
-    print(f"wrote {path}")
-    return int(bool(bad))
+    return report.finish()
 
 
 if __name__ == "__main__":

@@ -3,15 +3,16 @@
     python -m bench.grouped --out bench/results
 
 Every group of cases runs in a process of its own with a time limit, since a kernel that faults or hangs ends its
-process. Results are compared with the float32 reference on the inputs that are timed. Needs a Hopper GPU.
+process; the group then goes on in another one without that kernel. Results are compared with the float32 reference on
+the inputs that are timed. Needs a Hopper GPU.
 """
 
 import argparse
-import concurrent.futures
-import dataclasses
 import functools
 import json
+import math
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -20,11 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.small_batch import describe, errors, metadata
-from jax_warp_decode import moe
+from bench.report import Report, device_name, metadata
 from jax_warp_decode.activations import get_activation
 from jax_warp_decode.kernels.grouped_config import GroupedConfig
 from jax_warp_decode.measure import inputs, timing
+from jax_warp_decode.measure.variants import Variant, attempt, compare, compile_reference, describe, measure
 from jax_warp_decode.paths import expert_centric, grouped_layer, grouped_plan
 from jax_warp_decode.presets import PRESETS, get_preset
 
@@ -32,6 +33,8 @@ TOLERANCE = 1e-2  # relative L2 error
 LAYERS = 3
 STEPS = 6
 LIMIT_S = 50
+MOST_PROCESSES = 4  # of a group
+LOST = re.compile(r"CUDA_ERROR|illegal (memory|instruction)|misaligned|unspecified launch", re.IGNORECASE)
 MATMUL = 8192
 # What to try besides the heuristic's configuration, and format, tokens and trials of each case. A trial: widths,
 # stages, CTAs in a cluster, whether gate_up gathers, whether a kernel of its own makes the plan.
@@ -58,54 +61,35 @@ def variants(preset, format, T, trials):
         T * preset.experts_per_token, preset.num_experts, grouped_layer.ITEMSIZE[format])
     yield f"heuristic {heuristic.widths} {heuristic.stages}", grouped_layer.op(silu)
     for widths, stages, cluster, gathered, kernel in trials:
-        config = GroupedConfig(widths, stages, cluster=cluster)
         name = f"{'x'.join(map(str, widths))} {stages}" + " cluster" * (cluster > 1) + " gather" * gathered + (
             " plan" * kernel)
+        config = attempt(functools.partial(GroupedConfig, widths, stages, cluster=cluster))
         make_plan = grouped_plan.plan_on_gpu if kernel else grouped_plan.plan
-        yield name, grouped_layer.op(silu, (config, config), gathered, make_plan)
+        yield name, config if isinstance(config, Exception) else grouped_layer.op(
+            silu, (config, config), gathered, make_plan)
 
 
-def run_case(preset, experts, format, T, trials):
-    """A result per variant."""
+def in_dtype_of_x(layer):
+    if isinstance(layer, Exception):
+        return layer
+    return lambda x, *args: layer(x, *args).astype(x.dtype)
+
+
+def run_case(preset, experts, format, T, named):
+    """A row per variant, (name, layer) each."""
     rng = np.random.default_rng(T)
     layers = [(inputs.make_x(jax.random.key(T + i), T, preset), inputs.make_routing(rng, T, preset, "uniform"), e)
               for i, e in enumerate(experts)]
-    reference = jax.jit(lambda *args: moe(*args, strategy="reference"))
     x, routing, e = layers[0]
-    want = [np.asarray(reference(x.astype("float32"), routing, e), np.float64)]
+    first = x.astype("float32"), routing, e
+    check = compare([compile_reference(*first)(*first)], TOLERANCE)
+    rows = measure([Variant(dict(format=format, tokens=T, variant=name), in_dtype_of_x(layer), layers, check)
+                    for name, layer in named], STEPS, announce=lambda row: say(trying=row))
     flops = 6 * T * preset.experts_per_token * preset.hidden * preset.intermediate
-
-    def lower(layer):
-        try:
-            return timing.lower_step(lambda x, *args: layer(x, *args).astype(x.dtype), layers, "step")
-        except Exception as error:
-            return error
-
-    def compile_one(lowered):
-        try:
-            return lowered if isinstance(lowered, Exception) else timing.compile_step(lowered)
-        except Exception as error:
-            return error
-
-    named = list(variants(preset, format, T, trials))
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        compiled = list(pool.map(compile_one, [lower(layer) for _, layer in named]))
-    calls, found = [], []
-    for (name, _), step in zip(named, compiled, strict=True):
-        result = dict(format=format, tokens=T, variant=name)
-        try:
-            if isinstance(step, Exception):
-                raise step
-            result |= errors([step(layers)[0]], want)
-            if not result["relative_l2"] < TOLERANCE:
-                raise ArithmeticError(f"wrong result, {result['relative_l2']:.1e}")
-            calls.append(((step, layers), result))
-        except Exception as error:
-            result["error"] = describe(error)
-        found.append(result)
-    for (_, result), timed in zip(calls, timing.time_steps([c for c, _ in calls], STEPS), strict=True):
-        result |= dataclasses.asdict(timed) | dict(tflops=flops / timed.us / 1e6)
-    return found
+    for row in rows:
+        if "us" in row:
+            row["tflops"] = flops / row["us"] / 1e6
+    return rows
 
 
 def check_plan():
@@ -139,28 +123,68 @@ def time_matmul():
 ALONE = {"plan": check_plan, "matmul": time_matmul}
 
 
-def child(options) -> int:
-    preset = get_preset(options.model)
-    print(json.dumps(dict(metadata=metadata("grouped"))), flush=True)  # the parent must not hold the GPU
+def say(**record) -> None:
+    """A line for the parent."""
+    print(json.dumps(record, default=float), flush=True)
+
+
+def child(options) -> None:
     if options.child in ALONE:
-        try:
-            print(json.dumps(ALONE[options.child]()), flush=True)
-        except Exception as error:
-            print(json.dumps(dict(variant=options.child, error=describe(error))), flush=True)
-        return 0
+        row = attempt(ALONE[options.child])
+        say(row=dict(variant=options.child, error=describe(row)) if isinstance(row, Exception) else row)
+        return
     if options.xla_plan:
         grouped_plan.plan_on_gpu = grouped_plan.plan
+    preset, done = get_preset(options.model), json.loads(options.done)
     format_of, experts = None, None
     for format, T, trials in GROUPS[options.child]:
-        if format != format_of:
-            format_of, experts = format, None  # the old ones go first
-            experts = [inputs.make_experts(jax.random.key(i), preset, format) for i in range(LAYERS)]
+        named = [(name, layer) for name, layer in variants(preset, format, T, trials) if [format, T, name] not in done]
+        if not named:
+            continue
         try:
-            for result in run_case(preset, experts, format, T, trials):
-                print(json.dumps(result), flush=True)
+            if format != format_of:
+                format_of, experts = format, None  # the old ones go first
+                experts = [inputs.make_experts(jax.random.key(i), preset, format) for i in range(LAYERS)]
+            for row in run_case(preset, experts, format, T, named):
+                say(row=row)
         except Exception as error:
-            print(json.dumps(dict(format=format, tokens=T, error=describe(error))), flush=True)
-    return 0
+            say(row=dict(format=format, tokens=T, variant="all", error=describe(error)))
+
+
+def start_child(group: str, done: list, options) -> tuple[list[dict], str]:
+    """What a process of the group says, and how it ended if not well."""
+    command = [sys.executable, "-m", "bench.grouped", "--model", options.model, "--out", str(options.out),
+               "--child", group, "--done", json.dumps(done), *["--xla-plan"] * options.xla_plan]
+    try:
+        process = subprocess.run(command, capture_output=True, text=True, timeout=options.limit)
+        out, err = process.stdout, process.stderr
+        ended = f"ended with {process.returncode}" if process.returncode else ""
+    except subprocess.TimeoutExpired as stopped:
+        out, err = ((s or b"").decode() for s in (stopped.stdout, stopped.stderr))
+        ended = f"stopped after {options.limit:.0f} s"
+    if ended:
+        ended += ": " + " ".join([line for line in err.splitlines() if line.strip()][-1:])[:200]
+    return [json.loads(line) for line in out.splitlines() if line.startswith("{")], ended
+
+
+def run_group(group: str, options) -> list[dict]:
+    """The rows of a group."""
+    rows, done = [], []
+    for _ in range(MOST_PROCESSES):
+        said, ended = start_child(group, done, options)
+        new = [record["row"] for record in said if "row" in record]
+        lost = next((row for row in new if LOST.search(row.get("error", ""))), None)
+        if lost:  # what ran after it failed with it
+            new = [row for row in new if row is lost or not LOST.search(row.get("error", ""))]
+        elif ended:
+            tried = [record["trying"] for record in said if "trying" in record] or [dict(variant=group)]
+            lost = dict(tried[-1], error=ended)
+            new.append(lost)
+        rows += new
+        done = [[row.get("format"), row.get("tokens"), row["variant"]] for row in rows]
+        if not lost or lost["variant"] in ("all", group):
+            break
+    return rows
 
 
 def describe_row(r) -> str:
@@ -180,37 +204,29 @@ def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-30b-a3b", choices=sorted(PRESETS))
     parser.add_argument("--groups", nargs="+", default=[*ALONE, *GROUPS], choices=[*ALONE, *GROUPS])
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of a process (default: %(default)s)")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no group is begun")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for the JSON")
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--done", default="[]", help=argparse.SUPPRESS)
     parser.add_argument("--xla-plan", action="store_true", help="plan in XLA; so if the plan kernel fails its check")
     options = parser.parse_args(argv)
     if options.child:
-        return child(options)
-    options.out.mkdir(parents=True, exist_ok=True)
-    results, record = [], {}
+        child(options)
+        return 0
+    meta = metadata("grouped", device_name())  # this process must not hold the GPU
+    begin, report = time.monotonic(), Report(options.out / "grouped.json", meta, model=options.model)
     for group in options.groups:
-        command = [sys.executable, "-m", "bench.grouped", "--model", options.model, "--out", str(options.out),
-                   "--child", group, *["--xla-plan"] * options.xla_plan]
-        start, limit = time.monotonic(), ""
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-            out, err = done.stdout, done.stderr
-        except subprocess.TimeoutExpired as stopped:
-            out, err = ((s or b"").decode() for s in (stopped.stdout, stopped.stderr))
-            limit = f"stopped after {LIMIT_S} s"
-        found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-        if limit or len(found) < 2:
-            last = [line for line in err.splitlines() if line.strip()][-1:]
-            found.append(dict(variant=group, error=f"{limit} {' '.join(last)}"[:300]))
-        record |= next((r["metadata"] for r in found if "metadata" in r), {})
-        found = [r for r in found if "metadata" not in r]
-        results += found
-        options.xla_plan |= group == "plan" and any("error" in r for r in found)
+        start = time.monotonic()
+        if start - begin > options.budget:
+            report.cut(group)
+            continue
+        found = run_group(group, options)
+        report.add(*found)
+        options.xla_plan |= group == "plan" and any("error" in row for row in found)
         print("\n".join(map(describe_row, found)))
-        print(f"{group}: {time.monotonic() - start:.0f} s", flush=True)
-        record |= dict(model=options.model, results=results)
-        (options.out / "grouped.json").write_text(json.dumps(record, indent=1) + "\n")
-    return 1 if any("error" in r for r in results) else 0
+        print(f"-- {group}: {time.monotonic() - start:.0f} s", flush=True)
+    return max(report.finish(), int(any("error" in row for row in report.rows)))
 
 
 if __name__ == "__main__":

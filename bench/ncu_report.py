@@ -8,11 +8,14 @@ ncu-MODEL.json. Needs a GPU whose counters may be read.
 
 import argparse
 import csv
-import json
+import functools
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
+
+from bench.report import Report, device_name, metadata
 
 SECTIONS = ("SpeedOfLight", "Occupancy", "WarpStateStats", "LaunchStats", "MemoryWorkloadAnalysis", "SchedulerStats")
 METRICS = {
@@ -47,7 +50,13 @@ def run_kernels(options) -> None:
         for batch in options.batch:
             x = inputs.make_x(jax.random.key(batch), batch, preset)
             routing = inputs.make_routing(np.random.default_rng(batch), batch, preset, "uniform")
-            jax.block_until_ready(jax.jit(moe, static_argnames="strategy")(x, routing, experts, strategy="warp_decode"))
+            run = functools.partial(moe, strategy="warp_decode")
+            try:
+                jax.block_until_ready(jax.jit(run)(x, routing, experts))
+            except Exception as error:
+                print(f"{format} B={batch}: {error}", file=sys.stderr, flush=True)
+            else:
+                print(f"ran {format} {batch}", flush=True)
 
 
 def number(text: str) -> float:
@@ -59,7 +68,8 @@ def read_table(text: str, cases: list[tuple[str, int]]) -> list[dict]:
     lines = [line for line in text.splitlines() if line.startswith('"')]
     units, *rows = csv.DictReader(lines)
     if len(rows) != 2 * len(cases):
-        raise RuntimeError(f"expected {2 * len(cases)} kernels under ncu, found {len(rows)}")
+        print(f"expected {2 * len(cases)} kernels under ncu, found {len(rows)}: cases are not named")
+        cases = [("", 0)] * len(rows)
     results = []
     for i, row in enumerate(rows):
         found = {name: dict(value=number(row[metric]), unit=units[metric])
@@ -72,35 +82,44 @@ def read_table(text: str, cases: list[tuple[str, int]]) -> list[dict]:
     return results
 
 
-def main() -> None:
+def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-30b-a3b")
     parser.add_argument("--format", nargs="+", default=["bf16", "mxfp8"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
-    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--seconds", type=float, help="end ncu then; default: no limit")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("bench/results"))
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.child:
-        return run_kernels(options)
-    command = ["ncu", "--clock-control", "none", "--kernel-name", "regex:moe_", "--csv", "--page", "raw",
+        run_kernels(options)
+        return 0
+    ncu = shutil.which("ncu") or "/usr/local/cuda/bin/ncu"
+    command = [ncu, "--clock-control", "none", "--kernel-name", "regex:moe_", "--csv", "--page", "raw",
                *(f"--section={s}" for s in SECTIONS), sys.executable, "-m", "bench.ncu_report", "--child",
                "--model", options.model, "--format", *options.format, "--batch", *map(str, options.batch)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"ncu failed: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-    results = read_table(done.stdout, [(f, b) for f in options.format for b in options.batch])
-
-    from bench import small_batch  # imported late: importing jax takes the GPU's memory
-
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"ncu-{options.model}.json"
-    path.write_text(json.dumps(dict(meta=small_batch.metadata("ncu_report"), results=results), indent=1) + "\n")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=options.seconds)
+        out, err = done.stdout, done.stderr
+    except OSError as error:
+        raise SystemExit(f"ncu: {error}; it comes with the CUDA toolkit") from None
+    except subprocess.TimeoutExpired as stopped:
+        out, err = ((s or b"").decode() for s in (stopped.stdout, stopped.stderr))
+    cases = [(format, int(batch)) for format, batch in re.findall(r"^ran (\S+) (\d+)$", out, re.MULTILINE)]
+    try:
+        results = read_table(out, cases)
+    except Exception as error:
+        raise SystemExit(f"ncu told nothing that can be read ({error}): {out[-2000:]}{err[-2000:]}") from None
+    report = Report(options.out / f"ncu-{options.model}.json", metadata("ncu_report", device_name()))
+    report.add(*results)
+    for format in options.format:
+        report.cut(*(f"{format} B={batch}" for batch in options.batch if (format, batch) not in cases))
     for r in results:
         print(f"{r['format']:6} B={r['batch']} {r['kernel'][:24]:24} " + "  ".join(
             f"{name} {r[name]['value']:.4g}" for name in METRICS if name in r)
             + f"  stalls {r['stalled_warps_per_issue']}")
-    print(f"wrote {path}")
+    return report.finish()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -24,9 +24,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from bench import two_devices
-from bench.small_batch import describe, errors, metadata
+from bench.report import metadata
 from jax_warp_decode import Routing, choose, moe
 from jax_warp_decode.measure import inputs
+from jax_warp_decode.measure.variants import describe, errors
 from jax_warp_decode.parallel import ExpertSharding, moe_sharded
 from jax_warp_decode.presets import PRESETS, get_preset
 

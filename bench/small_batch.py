@@ -8,143 +8,96 @@ bytes in the same way. Prints a table, writes one JSON and one PNG. Without a GP
 """
 
 import argparse
-import concurrent.futures
-import dataclasses
-import datetime
-import json
-import math
-import os
 import pathlib
-import shlex
-import statistics
-import subprocess
 import sys
 
 import jax
-import jaxlib
 import numpy as np
 
 from bench.peers import STRATEGIES
-from jax_warp_decode import moe
-from jax_warp_decode.measure import inputs, read_kernel, timing
+from bench.report import Report, draw
+from jax_warp_decode.measure import inputs, read_kernel
+from jax_warp_decode.measure.variants import Variant, attempt, compare, compile_reference, measure
+from jax_warp_decode.measure.workload import Workload, make_layers
 from jax_warp_decode.presets import PRESETS, get_preset
+from jax_warp_decode.routing import Routing
 
-STEP_BYTES = 0.6e9  # unique weight bytes of one step: many times the L2 cache
-LAYERS = (3, 8)
 WEIGHT_BYTES = 40e9  # of all layers together
 TOLERANCE = {"expert_centric_mxfp8": 0.1}  # relative L2 error; quantised activations are far less accurate
 DEFAULT_TOLERANCE = 1e-2
-WRONG = "wrong result"
 
 
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """Layers of one batch size: (x, routing) of each, the float32 result of each, and the bytes they read."""
+def references(workloads: list[Workload], experts: list) -> list[list[np.ndarray]]:
+    """The float32 result of every layer of every workload, from one program for all numbers of tokens."""
+    def layer(number):
+        """The calls of one layer, one after the other; those with fewer layers give their last, which is not used."""
+        x, routing = zip(*(w.calls[min(number, len(w.calls) - 1)] for w in workloads), strict=True)
+        ids, weights = (np.concatenate([np.asarray(a) for a in arrays]) for arrays in zip(*(
+            (r.ids, r.weights) for r in routing), strict=True))
+        return np.concatenate([np.asarray(a, np.float32) for a in x]), Routing(ids, weights), experts[number]
 
-    batch: int
-    layers: list
-    want: list
-    unique: float  # mean bytes per layer
-    logical: float
-
-
-def make_workload(options, preset, experts, batch) -> Workload:
-    rng = np.random.default_rng([options.seed, batch])
-    per_layer = sum(w.nbytes for w in jax.tree.leaves(experts[0]))
-    expected = min(batch * preset.experts_per_token / preset.num_experts, 1) * per_layer
-    count = min(len(experts), max(LAYERS[0], math.ceil(STEP_BYTES / expected)))
-    reference = jax.jit(lambda *args: moe(*args, strategy="reference"))
-    layers, want, read = [], [], []
-    for layer, key in enumerate(jax.random.split(jax.random.key(batch + options.seed), count)):
-        x, routing = inputs.make_x(key, batch, preset), inputs.make_routing(rng, batch, preset, options.pattern)
-        layers.append((x, routing))
-        want.append(np.asarray(reference(x.astype("float32"), routing, experts[layer]), np.float64))
-        read.append(inputs.traffic(np.asarray(routing.ids), experts[layer]))
-    return Workload(batch, layers, want, statistics.mean(t.unique for t in read),
-                    statistics.mean(t.logical for t in read))
+    program = compile_reference(*layer(0))
+    found = [np.asarray(program(*layer(number)), np.float64) for number in range(max(len(w.calls) for w in workloads))]
+    ends = np.cumsum([w.tokens for w in workloads])
+    return [[y[end - w.tokens:end] for y in found[:len(w.calls)]] for w, end in zip(workloads, ends, strict=True)]
 
 
-def errors(got: list, want: list) -> dict:
-    """Relative L2 error, cosine and largest error over all layers, in float64."""
-    got, want = (np.concatenate([np.asarray(a, np.float64).ravel() for a in arrays]) for arrays in (got, want))
-    return dict(
-        relative_l2=float(np.linalg.norm(got - want) / np.linalg.norm(want)),
-        cosine=float(got @ want / (np.linalg.norm(got) * np.linalg.norm(want))),
-        max_abs=float(np.abs(got - want).max()))
+def refusal(name: str, format: str) -> str:
+    """Why a strategy cannot run here or with this format, or an empty string."""
+    strategy = STRATEGIES[name]
+    return strategy.missing() or ("" if format in strategy.formats else f"takes {strategy.formats} only")
 
 
-def time_read(workload: Workload, steps: int) -> timing.Timing:
-    """The ceiling: as many windows as layers, each of the mean unique bytes."""
-    keys = jax.random.split(jax.random.key(7), len(workload.layers))
-    windows = [(read_kernel.window(key, workload.unique),) for key in keys]
-    return timing.time_step(timing.compile_step(timing.lower_step(read_kernel.read, windows, "read")), windows, steps)
+def variants(name: str, experts, workloads, want) -> list[Variant]:
+    """A strategy on every workload."""
+    strategy = STRATEGIES[name]
+    weights = attempt(lambda: jax.block_until_ready([strategy.prepare(e) for e in experts]))
+    if isinstance(weights, Exception):
+        return [Variant({}, weights, []) for _ in workloads]
+    tolerance = TOLERANCE.get(name, DEFAULT_TOLERANCE)
+    return [Variant({}, strategy.layer, w.layers(weights), compare(y, tolerance))
+            for w, y in zip(workloads, want, strict=True)]
 
 
-def lower(strategy, weights, workload):
-    """(executable-to-be, arguments) or the exception."""
-    layers = [(x, routing, w) for (x, routing), w in zip(workload.layers, weights, strict=False)]
-    try:
-        return timing.lower_step(strategy.layer, layers, strategy.name), layers
-    except Exception as error:  # one failing peer must not end the run
-        return error, None
+def run(options, report: Report) -> list[dict]:
+    """Measures what the report lacks: a row per format, strategy and batch size, printed, added and returned."""
+    preset, found = get_preset(options.model), []
+    for format in options.format:
+        same = dict(model=options.model, format=format, pattern=options.pattern)
+        has = lambda name, same=same: all(report.has(**same, strategy=name, batch=b) for b in options.batch)
+        refused = {name: why for name in options.strategies if (why := refusal(name, format))}
+        rows = [dict(same, strategy=name, batch=b, error=f"skipped: {why}")
+                for name, why in refused.items() for b in options.batch]
+        report.add(*rows)
+        print("\n".join(map(describe_row, rows)), flush=True)
+        names = [name for name in options.strategies if name not in refused and not has(name)]
+        if not names:
+            continue
+        experts = make_layers(preset, format, WEIGHT_BYTES)
+        workloads = [Workload.of(preset, experts, batch, options.pattern, options.seed) for batch in options.batch]
+        want, read_us = references(workloads, experts), {}
+        # The ceiling shares the trace of the first strategy.
+        waiting = [("read", w, Variant({}, read_kernel.read, w.windows())) for w in workloads]
+        waiting = waiting if jax.default_backend() == "gpu" else []
+        for name in names:
+            waiting += [(name, *pair) for pair in zip(
+                workloads, variants(name, experts, workloads, want), strict=True)]
+            measure([variant for *_, variant in waiting], options.steps)
+            read_us |= {w.tokens: v.row["us"] for n, w, v in waiting if n == "read" and "us" in v.row}
+            rows = [row_of(dict(same, strategy=n, batch=w.tokens), w, v.row, read_us) for n, w, v in waiting
+                    if n == name or not has(n)]
+            report.add(*rows)
+            print("\n".join(map(describe_row, rows)), flush=True)
+            found, waiting = found + rows, []
+    return found
 
 
-def compile_one(lowered):
-    try:
-        return lowered if isinstance(lowered, Exception) else timing.compile_step(lowered)
-    except Exception as error:
-        return error
-
-
-def run_strategy(strategy, experts, workloads, options):
-    """Yields one outcome per batch size: errors against the reference and a timing, or what went wrong."""
-    try:
-        weights = [strategy.prepare(e) for e in experts]
-        jax.block_until_ready(weights)
-    except Exception as error:
-        yield from [{"error": describe(error)}] * len(workloads)
-        return
-    lowered = [lower(strategy, weights, w) for w in workloads]
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        steps = pool.map(compile_one, [executable for executable, _ in lowered])
-        for workload, step, (_, layers) in zip(workloads, steps, lowered, strict=True):
-            outcome = {}
-            try:
-                if isinstance(step, Exception):
-                    raise step
-                outcome.update(errors(step(layers), workload.want))
-                if not outcome["relative_l2"] < TOLERANCE.get(strategy.name, DEFAULT_TOLERANCE):
-                    raise ArithmeticError(WRONG)
-                if jax.default_backend() == "gpu":
-                    outcome["timing"] = timing.time_step(step, layers, options.steps)
-            except Exception as error:
-                outcome["error"] = describe(error)
-            yield outcome
-
-
-def describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".split("\n")[0][:300]
-
-
-def output_of(*command) -> str | None:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() or None
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def metadata(module: str) -> dict:
-    """Where a result comes from. The output folder is the reader's own, so the command names none."""
-    words = list(sys.argv[1:])
-    if "--out" in words:
-        words[words.index("--out") + 1] = "OUT"
-    return dict(
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        command=shlex.join(["python", "-m", f"bench.{module}", *words]),
-        commit=os.environ.get("GIT_COMMIT") or output_of("git", "rev-parse", "HEAD"),  # the first for a copied tree
-        device=jax.devices()[0].device_kind,
-        driver=output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        jax=jax.__version__, jaxlib=jaxlib.__version__, xla_options=timing.GRAPH_OPTIONS)
+def row_of(same: dict, workload: Workload, measured: dict, read_us: dict) -> dict:
+    row = dict(same, unique_bytes=workload.unique, logical_bytes=workload.logical, **measured)
+    if "us" in row:
+        ceiling = read_us.get(workload.tokens, float("nan"))
+        row.update(read_us=ceiling, fraction_of_read=ceiling / row["us"], tb_per_s=workload.unique / row["us"] / 1e6)
+    return row
 
 
 def describe_row(result) -> str:
@@ -198,35 +151,6 @@ def plot(path, options, results):
     fig.savefig(path, dpi=120)
 
 
-def run(options):
-    """Yields one result dict per format, strategy and batch size."""
-    preset = get_preset(options.model)
-    on_gpu = jax.default_backend() == "gpu"
-    for format in options.format:
-        shapes = jax.eval_shape(lambda k, f=format: inputs.make_experts(k, preset, f), jax.random.key(0))
-        size = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(shapes))
-        count = max(LAYERS[0], min(LAYERS[1], int(WEIGHT_BYTES / size)))
-        experts = [inputs.make_experts(jax.random.key(i), preset, format) for i in range(count)]
-        workloads = [make_workload(options, preset, experts, batch) for batch in options.batch]
-        reads = [time_read(w, options.steps) if on_gpu else None for w in workloads]
-        found = {"read": [{"timing": read} for read in reads]} if on_gpu else {}
-        for name in options.strategies:
-            strategy = STRATEGIES[name]
-            reason = strategy.missing() or ("" if format in strategy.formats else f"takes {strategy.formats} only")
-            found[name] = ([{"error": f"skipped: {reason}"}] * len(workloads) if reason
-                           else run_strategy(strategy, experts, workloads, options))
-        for name, outcomes in found.items():
-            for workload, read, outcome in zip(workloads, reads, outcomes, strict=True):
-                timed = outcome.pop("timing", None)
-                result = dict(
-                    model=options.model, format=format, pattern=options.pattern, strategy=name, batch=workload.batch,
-                    unique_bytes=workload.unique, logical_bytes=workload.logical, **outcome)
-                if timed:
-                    result.update(dataclasses.asdict(timed), read_us=read.us, fraction_of_read=read.us / timed.us,
-                                  tb_per_s=workload.unique / timed.us / 1e6)
-                yield result
-
-
 def parse(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-30b-a3b", choices=sorted(PRESETS))
@@ -238,6 +162,7 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="timed repetitions of the whole chain of layers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", default="small_batch", help="first part of the name of the JSON and the PNG")
+    parser.add_argument("--fill", action="store_true", help="keep what an earlier run wrote, measure what it lacks")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for the JSON and the PNG")
     return parser.parse_args(argv)
 
@@ -246,18 +171,14 @@ def main(argv=None) -> int:
     options = parse(argv)
     if jax.default_backend() != "gpu":
         print("No NVIDIA GPU: results are compared with the reference, nothing is timed.")
-    options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"{options.name}-{options.model}-{options.pattern}.json"
-    meta, results = metadata("small_batch"), []
-    for result in run(options):
-        print(describe_row(result), flush=True)
-        results.append(result)
-        path.write_text(json.dumps(dict(meta=meta, results=results), indent=1) + "\n")  # survives a run cut short
-    print(f"wrote {path}")
-    if any("us" in r for r in results):
-        plot(path.with_suffix(".png"), options, results)
-        print(f"wrote {path.with_suffix('.png')}\n{summary(options, results)}")
-    return int(any(WRONG in r.get("error", "") for r in results))
+    report = Report(path, "small_batch", fill=options.fill)
+    run(options, report)
+    wrong = report.finish()
+    if any("us" in r for r in report.rows):
+        print(summary(options, report.rows))
+        draw(plot, path.with_suffix(".png"), options, report.rows)
+    return wrong
 
 
 if __name__ == "__main__":

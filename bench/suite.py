@@ -7,12 +7,14 @@ writes suite.json. The last column says how far a layer is from reading its weig
 """
 
 import argparse
-import json
+import math
 import pathlib
-
-import jax
+import sys
+import time
 
 from bench import small_batch
+from bench.report import Report, need_gpu
+from jax_warp_decode.measure.variants import describe
 
 SUITE = (  # model, format, routing
     ("qwen3-30b-a3b", "bf16", "uniform"),
@@ -31,31 +33,42 @@ SUITE = (  # model, format, routing
 )
 
 
-def main() -> None:
+def describe_row(row: dict) -> str:
+    outcome = row.get("error") or f"{row['us']:8.1f} us  {row['us'] / row['read_us']:.3f} x the read"
+    return f"== {row['model']:18} {row['format']:6} {row['pattern']:8} B={row['batch']:<3} {outcome}"
+
+
+def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", nargs="+", default=["1", "2", "4", "8"])
     parser.add_argument("--steps", default="10")
     parser.add_argument("--only", nargs="+", help="models; default: all")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no layer is begun after this")
+    parser.add_argument("--fill", action="store_true", help="keep what an earlier run wrote, measure what it lacks")
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    options = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        raise SystemExit("bench.suite measures an NVIDIA GPU; JAX sees none")
-    options.out.mkdir(parents=True, exist_ok=True)
-    path, results = options.out / "suite.json", []
+    options = parser.parse_args(argv)
+    need_gpu("suite")
+    start, report = time.monotonic(), Report(options.out / "suite.json", "suite", fill=options.fill)
     for model, format, pattern in SUITE:
         if options.only and model not in options.only:
             continue
-        found = list(small_batch.run(small_batch.parse([
-            "--model", model, "--format", format, "--pattern", pattern, "--strategies", "warp_decode",
-            "--batch", *options.batch, "--steps", options.steps, "--out", str(options.out)])))
-        results += found
-        path.write_text(json.dumps(dict(meta=small_batch.metadata("suite"), results=results), indent=1) + "\n")
+        if time.monotonic() - start > options.seconds:
+            report.cut(f"{model} {format} {pattern}")
+            continue
+        try:
+            found = small_batch.run(small_batch.parse([
+                "--model", model, "--format", format, "--pattern", pattern, "--strategies", "warp_decode",
+                "--batch", *options.batch, "--steps", options.steps, "--out", str(options.out)]), report)
+        except Exception as error:  # of one model, such as too little memory
+            found = [dict(model=model, format=format, pattern=pattern, strategy="warp_decode", batch=0,
+                          error=describe(error))]
+            report.add(*found)
         for row in found:
             if row["strategy"] != "read":
-                outcome = row.get("error") or f"{row['us']:8.1f} us  {row['us'] / row['read_us']:.3f} x the read"
-                print(f"{model:18} {format:6} {pattern:8} B={row['batch']:<3} {outcome}", flush=True)
-    print(f"wrote {path}")
+                print(describe_row(row), flush=True)
+        print(f"-- {time.monotonic() - start:.0f} s", flush=True)
+    return report.finish()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,19 +7,19 @@ first. Writes tune_dense.json.
 """
 
 import argparse
-import concurrent.futures
 import functools
-import json
 import math
 import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import small_batch
+from bench.report import Report, need_gpu
 from jax_warp_decode.kernels.dense_rows import DenseConfig, dense_rows
-from jax_warp_decode.measure import read_kernel, timing
+from jax_warp_decode.measure import read_kernel
+from jax_warp_decode.measure.variants import Variant, compare, measure
 
 SHAPES = {"qkv": (5120, 2048), "output": (2048, 4096), "head": (151936, 2048)}  # Qwen3-30B-A3B: N, M
 CONFIGS = ((1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (2, 8), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2))
@@ -64,48 +64,37 @@ def reference(name, tokens, x, delta, w, gain, residual):
     return np.asarray(y + 2 * residual if name == "output" else y)
 
 
-def main() -> None:
+def describe_row(row: dict) -> str:
+    outcome = row.get("error") or f"{row['us']:7.2f} us  {row['of_read']:.0%} of the read"
+    return f"{row['shape']:7} T={row['tokens']} rows={row['rows']} unroll={row['unroll']}  {outcome}"
+
+
+def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 8])
     parser.add_argument("--shapes", nargs="+", default=["qkv", "output"], choices=SHAPES)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    options = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        raise SystemExit("bench.tune_dense measures an NVIDIA GPU; JAX sees none")
-    options.out.mkdir(parents=True, exist_ok=True)
-    ceiling, results, calls = read_kernel.bytes_per_us(), [], []
-    with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        pending = []
-        for name in options.shapes:
-            for tokens in options.tokens:
-                layers = make_layers(name, tokens)
-                want = reference(name, tokens, *layers[0])
-                for rows, unroll in CONFIGS:
-                    row = dict(shape=name, tokens=tokens, rows=rows, unroll=unroll)
-                    function = layer_function(name, tokens, DenseConfig(rows, unroll))
-                    try:
-                        lowered = timing.lower_step(function, layers, "dense")
-                        pending.append((row, pool.submit(timing.compile_step, lowered), layers, want))
-                    except Exception as error:
-                        results.append(dict(row, error=small_batch.describe(error)))
-        for row, future, layers, want in pending:
-            try:
-                step = future.result()
-                got = np.asarray(step(layers)[0], np.float32)
-                if not np.linalg.norm(got - want) < TOLERANCE * np.linalg.norm(want):
-                    raise ArithmeticError(small_batch.WRONG)
-                calls.append((row, step, layers))
-            except Exception as error:
-                results.append(dict(row, error=small_batch.describe(error)))
-    for (row, _, layers), timed in zip(calls, timing.time_steps([c[1:] for c in calls], 10), strict=True):
-        results.append(dict(row, us=timed.us, of_read=layers[0][2].nbytes / ceiling / timed.us))
-    for row in sorted(results, key=lambda r: (r["shape"], r["tokens"], r.get("us", 1e9))):
-        outcome = row.get("error") or f"{row['us']:7.2f} us  {row['of_read']:.0%} of the read"
-        print(f"{row['shape']:7} T={row['tokens']} rows={row['rows']} unroll={row['unroll']}  {outcome}")
-    path = options.out / "tune_dense.json"
-    path.write_text(json.dumps(dict(meta=small_batch.metadata("tune_dense"), results=results), indent=1) + "\n")
-    print(f"wrote {path}")
+    options = parser.parse_args(argv)
+    need_gpu("tune_dense")
+    report, ceiling = Report(options.out / "tune_dense.json", "tune_dense"), read_kernel.bytes_per_us()
+    for name in options.shapes:
+        variants = []
+        for tokens in options.tokens:
+            layers = make_layers(name, tokens)
+            check = compare([reference(name, tokens, *layers[0])], TOLERANCE)
+            variants += [Variant(dict(shape=name, tokens=tokens, rows=rows, unroll=unroll),
+                                 layer_function(name, tokens, DenseConfig(rows, unroll)), layers, check)
+                         for rows, unroll in CONFIGS]
+        found = measure(variants, options.steps)
+        for row in found:
+            if "us" in row:
+                row["of_read"] = math.prod(SHAPES[name]) * 2 / ceiling / row["us"]
+        found.sort(key=lambda row: (row["tokens"], row.get("us", math.inf)))
+        print("\n".join(map(describe_row, found)), flush=True)
+        report.add(*found)
+    return report.finish()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,10 +10,8 @@ comes. "added" is the time of that chain less the time of the reads alone, per l
 """
 
 import argparse
-import concurrent.futures
 import functools
 import itertools
-import json
 import math
 import pathlib
 import sys
@@ -23,10 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import small_batch
+from bench.report import Report, need_gpu
 from jax_warp_decode.kernels.router import RouterConfig, moe_router
-from jax_warp_decode.measure import timing
 from jax_warp_decode.measure.read_kernel import read, window
+from jax_warp_decode.measure.variants import WRONG, Variant, describe, measure
 from jax_warp_decode.route_tokens import route_tokens
 from jax_warp_decode.routing import route
 
@@ -98,34 +96,34 @@ def time_shape(E: int, H: int, K: int, options) -> list[dict]:
             jobs["cold", T, config] = cold(functools.partial(moe_router, k=K, config=config)), layers
         jobs["warm", T, None] = functools.partial(moe_router, k=K), [(x, weights[0])] * options.layers
         jobs["xla", T, None] = cold(functools.partial(route_xla, k=K)), layers
-    lowered = [timing.lower_step(fn, layers, "router") for fn, layers in jobs.values()]
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        compiled = list(pool.map(timing.compile_step, lowered))
-    calls = [(step, layers) for step, (_, layers) in zip(compiled, jobs.values(), strict=True)]
-    times = dict(zip(jobs, timing.time_steps(calls, options.steps), strict=True))
+    rows = measure([Variant({}, fn, layers) for fn, layers in jobs.values()], options.steps)
+    rows = dict(zip(jobs, rows, strict=True))
+    nothing = dict(us=math.nan, kernels={}, clock="none")  # of what failed
+    times = {job: row if "us" in row else nothing | row for job, row in rows.items()}
 
-    base = times["read", 0, None].us
+    base = times["read", 0, None]["us"]
     results = []
     for T in options.tokens:
         by_config = {config: times[name, t, config] for name, t, config in jobs if (name, t) == ("cold", T)}
         default, xla = next(iter(by_config.values())), times["xla", T, None]
         result = dict(
-            experts=E, hidden=H, k=K, tokens=T, bytes=2 * E * H, clock=default.clock, goal_us=GOAL_US,
-            added_us=default.us - base, kernel_us=in_kernels(default), warm_us=times["warm", T, None].us,
-            xla_added_us=xla.us - base, xla_kernels_us=in_kernels(xla), read_us=base,
-            configs={str(c): dict(added_us=t.us - base, kernel_us=in_kernels(t)) for c, t in by_config.items()})
+            experts=E, hidden=H, k=K, tokens=T, bytes=2 * E * H, clock=default["clock"], goal_us=GOAL_US,
+            added_us=default["us"] - base, kernel_us=in_kernels(default), warm_us=times["warm", T, None]["us"],
+            xla_added_us=xla["us"] - base, xla_kernels_us=in_kernels(xla), read_us=base,
+            configs={str(c): dict(added_us=t["us"] - base, kernel_us=in_kernels(t)) for c, t in by_config.items()},
+            errors=sorted({row["error"] for (_, t, _), row in rows.items() if t in (0, T) and "error" in row}))
         print(f"E={E} H={H} K={K} T={T}: added {result['added_us']:.2f} us, kernel {result['kernel_us']:.2f}, warm "
               f"{result['warm_us']:.2f}; XLA added {result['xla_added_us']:.2f}, kernels "
-              f"{result['xla_kernels_us']:.2f} ({default.clock} clock)", flush=True)
-        for config, t in sorted(by_config.items(), key=lambda item: item[1].us)[:3]:
-            print(f"    {config}: added {t.us - base:.2f}, kernel {in_kernels(t):.2f}")
+              f"{result['xla_kernels_us']:.2f} ({default['clock']} clock) {' '.join(result['errors'])}", flush=True)
+        for config, t in sorted(by_config.items(), key=lambda item: item[1]["us"])[:3]:
+            print(f"    {config}: added {t['us'] - base:.2f}, kernel {in_kernels(t):.2f}")
         results.append(result)
     return results
 
 
-def in_kernels(t: timing.Timing) -> float:
+def in_kernels(row: dict) -> float:
     """Microseconds a layer spends in kernels other than the reads."""
-    return sum(us for name, us in t.kernels.items() if "read_only" not in name)
+    return sum(us for name, us in row["kernels"].items() if "read_only" not in name)
 
 
 def aot_cases():
@@ -140,7 +138,7 @@ def aot_cases():
         yield f"router-E{E}-H{H}-{'' if renormalize else 'un'}normalized", fn, args, limits
 
 
-def main() -> int:
+def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--steps", type=int, default=10)
@@ -148,20 +146,23 @@ def main() -> int:
     parser.add_argument("--no-sweep", dest="sweep", action="store_false", help="time the heuristic configuration alone")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    options = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        print("bench.tune_router needs a GPU", file=sys.stderr)
-        return 2
-    start = time.time()
-    checked = check(options.seeds)
-    print(f"correct: {checked} ({time.time() - start:.0f} s)", flush=True)
-    results = [r for shape in SHAPES for r in time_shape(*shape, options)]
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "router.json"
-    path.write_text(json.dumps(dict(
-        meta=small_batch.metadata("tune_router"), checked=checked, results=results), indent=1) + "\n")
-    print(f"wrote {path} ({time.time() - start:.0f} s)")
-    return 0
+    options = parser.parse_args(argv)
+    need_gpu("tune_router")
+    start, report = time.time(), Report(options.out / "router.json", "tune_router", checked={})
+    try:
+        report.facts["checked"] = check(options.seeds)
+    except Exception as error:
+        report.facts["checked"] = dict(error=f"{WRONG}: {describe(error)}")
+    report.write()
+    print(f"checked: {report.facts['checked']} ({time.time() - start:.0f} s)", flush=True)
+    for shape in SHAPES:
+        try:
+            report.add(*time_shape(*shape, options))
+        except Exception as error:
+            report.add(dict(shape=shape, error=describe(error)))
+            print(f"{shape}: {describe(error)}", flush=True)
+        print(f"-- {time.time() - start:.0f} s", flush=True)
+    return max(report.finish(), int("error" in report.facts["checked"]))
 
 
 if __name__ == "__main__":

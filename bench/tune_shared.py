@@ -9,14 +9,13 @@ chains of layers with weights and routing of their own, as in bench.small_batch.
 """
 
 import argparse
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import pathlib
 import statistics
+import sys
 import time
 import unittest.mock
 
@@ -26,7 +25,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from bench import small_batch
+from bench.report import Report, need_gpu
 from jax_warp_decode.activations import get_activation
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.formats import dequantize
@@ -34,12 +33,14 @@ from jax_warp_decode.kernels import shared_common, shared_mx, shared_simt, share
 from jax_warp_decode.kernels.shared_common import SharedConfig
 from jax_warp_decode.kernels.shared_down import moe_down_shared
 from jax_warp_decode.kernels.shared_gate_up import moe_gate_up_shared
-from jax_warp_decode.measure import inputs, timing
+from jax_warp_decode.measure import inputs
+from jax_warp_decode.measure.variants import Variant, compare, describe, measure
 from jax_warp_decode.paths import shared_decode
 from jax_warp_decode.presets import PRESETS, get_preset
 
 KERNELS = {"gate_up": 2, "down": 1}  # matrices that meet in an item
 TOLERANCE = {"gate_up": 1e-4, "down": 1e-4, "layer": 5e-3}  # relative L2 error; the layer rounds h and y to bfloat16
+SHARE = {"gate_up": 2 / 3, "down": 1 / 3, "layer": 1}  # of the weights
 READ_US, READ_TBPS = 1.48, 4.70  # a kernel that only reads: fixed microseconds and TB/s (bench/NOTES.md)
 MOST_STAGES = 12
 # Warpgroups and CTAs per SM, with bfloat16 and others.
@@ -98,12 +99,6 @@ def reference_y(h, ids, weights, experts):
     return jnp.sum(products.reshape(*ids.shape, -1) * weights[..., None], axis=1)
 
 
-def relative_error(got, want) -> float:
-    """Relative L2 error; inf where something is not finite."""
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want)) if np.isfinite(got).all() else float("inf")
-
-
 # ------------------------------------------------------------------------------------------------------------ sweep
 
 
@@ -154,49 +149,36 @@ class Bench:
         mean = self.batch * self.preset.experts_per_token / self.preset.num_experts
         return [8] if mean <= 2 else [16] if mean <= 8 else [24, 32]
 
-    def measure(self, pool) -> list[dict]:
-        """Compiles, checks and times all jobs, these in one trace; prints and returns the results."""
+    def variants(self) -> list[Variant]:
+        """All jobs. The row of a kernel with a part left out has no error: its results are wrong on purpose."""
+        found = []
+        for kernel, config in self.jobs():
+            data, _, part = kernel.partition(" without ")
+            read = self.unique * SHARE[data]
+            row = dict(model=self.preset.name, format=self.format, batch=self.batch, kernel=kernel,
+                       config=short(config), floor_us=READ_US + read / READ_TBPS / 1e6, unique_bytes=read)
+            check = (lambda outputs: {}) if part else compare([self.want[data]], TOLERANCE[data])
+            found.append(Variant(row, self.function(kernel, config), self.layers[data], check))
+        return found
+
+    def measure(self) -> list[dict]:
+        """Compiles, checks and times all jobs, these in one trace; prints and returns the rows."""
         print(f"{self.format} B={self.batch}: reads {self.unique / 1e6:.0f} MB, at most {self.most} slots of an expert",
               flush=True)
-        jobs, ready, results = self.jobs(), [], []
+        rows = measure(self.variants(), self.options.steps, self.options.threads)
+        rows.sort(key=lambda row: (row["kernel"], row.get("us", float("inf"))))
+        print("\n".join(map(describe_row, rows)), flush=True)
+        return rows
 
-        def start(kernel, config):
-            """Lowers here, as Mosaic's Python part has global state; compiles in a thread."""
-            try:
-                return pool.submit(timing.compile_step, timing.lower_step(
-                    self.function(kernel, config), self.layers[kernel.partition(" without ")[0]], "candidate"))
-            except Exception as e:
-                failed = concurrent.futures.Future()
-                failed.set_exception(e)
-                return failed
 
-        for (kernel, config), future in [(job, start(*job)) for job in jobs]:
-            label = f"{self.format} B={self.batch} {kernel} {_short(config)}"
-            data, _, part = kernel.partition(" without ")
-            try:
-                step = future.result()
-                error = 0.0 if part else relative_error(step(self.layers[data])[0], self.want[data])
-            except Exception as e:  # one candidate must not stop the sweep
-                print(f"{label}: FAILED {type(e).__name__}: {str(e).splitlines()[-1][:300]}", flush=True)
-                continue
-            if error > TOLERANCE[data]:
-                print(f"{label}: WRONG, relative error {error:.2e}", flush=True)
-                continue
-            ready.append((label, kernel, data, config, step, error))
-        times = timing.time_steps([(step, self.layers[data]) for _, _, data, _, step, _ in ready], self.options.steps)
-        for (label, kernel, data, config, _, error), t in sorted(zip(ready, times, strict=True), key=lambda r: (
-                r[0][1], r[1].us)):
-            share = {"gate_up": 2 / 3, "down": 1 / 3, "layer": 1}[data]
-            floor = READ_US + self.unique * share / READ_TBPS / 1e6
-            kernels = {name.removeprefix("moe_").removesuffix("_mosaic_gpu_kernel"): us
-                       for name, us in t.kernels.items()}
-            print(f"{label}: {t.us:.1f} us {floor / t.us:.0%} of {floor:.1f}  error {error:.0e}  "
-                  + " ".join(f"{name}={us:.1f}" for name, us in kernels.items()), flush=True)
-            results.append(dict(
-                model=self.preset.name, format=self.format, batch=self.batch, kernel=kernel, config=str(config),
-                error=error, us=t.us, min_us=t.min_us, kernels=kernels, clock=t.clock, wall_us=t.wall_us,
-                unique_bytes=self.unique * share, floor_us=floor))
-        return results
+def describe_row(row: dict) -> str:
+    head = f"{row['format']} B={row['batch']} {row['kernel']} {row['config']}: "
+    if "us" not in row:
+        return head + row["error"]
+    kernels = " ".join(f"{name.removeprefix('moe_').removesuffix('_mosaic_gpu_kernel')}={us:.1f}"
+                       for name, us in row["kernels"].items())
+    error = f"error {row['relative_l2']:.0e}  " if "relative_l2" in row else ""
+    return head + f"{row['us']:.1f} us {row['floor_us'] / row['us']:.0%} of {row['floor_us']:.1f}  {error}{kernels}"
 
 
 PARTS = ("nothing", "gather", "products", "results")
@@ -220,11 +202,11 @@ def _without(part, fn, *args):
             shared_stream.build.cache_clear()
 
 
-def _short(config: SharedConfig | None) -> str:
+def short(config: SharedConfig | None) -> str:
     return "heuristic" if config is None else str(tuple(getattr(config, f.name) for f in dataclasses.fields(config)))
 
 
-def main() -> None:
+def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-30b-a3b", choices=sorted(PRESETS))
     parser.add_argument("--format", nargs="+", default=["bf16", "mxfp8"], choices=shared_common.BITS)
@@ -238,27 +220,31 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=12, help="that compile")
     parser.add_argument("--most", type=int, default=99, help="candidates per kernel and batch size")
     parser.add_argument("--seconds", type=float, default=180, help="start no further batch size after this time")
+    parser.add_argument("--fill", action="store_true", help="keep what an earlier run wrote, measure what it lacks")
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    options = parser.parse_args()
-    start, preset, results = time.monotonic(), get_preset(options.model), []
-    options.out.mkdir(parents=True, exist_ok=True)
+    options = parser.parse_args(argv)
+    need_gpu("tune_shared")
+    start, preset = time.monotonic(), get_preset(options.model)
     path = options.out / f"tune_shared-{options.model}-{'-'.join(options.format)}.json"
-    with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
-        for format in options.format:
-            experts = [inputs.make_experts(jax.random.key(i), preset, format) for i in range(options.layers)]
-            for batch in options.batch:
-                if time.monotonic() - start > options.seconds:
-                    print(f"out of time before {format} B={batch}")
-                    break
-                try:
-                    results += Bench(preset, format, batch, experts, options).measure(pool)
-                except Exception as e:
-                    print(f"{format} B={batch}: FAILED {type(e).__name__}: {str(e).splitlines()[-1][:300]}", flush=True)
-                path.write_text(json.dumps(
-                    dict(meta=small_batch.metadata("tune_shared"), results=results), indent=1) + "\n")
-                print(f"after {time.monotonic() - start:.0f} s", flush=True)
-    print(f"wrote {path}")
+    report = Report(path, "tune_shared", fill=options.fill)
+    for format in options.format:
+        experts = None
+        for batch in options.batch:
+            if report.has(format=format, batch=batch):
+                continue
+            if time.monotonic() - start > options.seconds:
+                report.cut(f"{format} B={batch}")
+                continue
+            try:
+                if experts is None:
+                    experts = [inputs.make_experts(jax.random.key(i), preset, format) for i in range(options.layers)]
+                report.add(*Bench(preset, format, batch, experts, options).measure())
+            except Exception as error:
+                report.add(dict(model=preset.name, format=format, batch=batch, error=describe(error)))
+                print(f"{format} B={batch}: {describe(error)}", flush=True)
+            print(f"after {time.monotonic() - start:.0f} s", flush=True)
+    return report.finish()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

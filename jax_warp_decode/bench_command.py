@@ -5,24 +5,20 @@ timed beside a kernel that does nothing but read as many bytes, cold, as `measur
 """
 
 import argparse
-import concurrent.futures
 import functools
-import math
-import statistics
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from rich.console import Console
 
 from jax_warp_decode.choose import available_strategies, choose, no_gpu_reason
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
-from jax_warp_decode.measure import inputs, read_kernel, timing
+from jax_warp_decode.measure import inputs, read_kernel
+from jax_warp_decode.measure.variants import Variant, measure
+from jax_warp_decode.measure.workload import LAYERS, Workload, layer_bytes, make_layers
 from jax_warp_decode.moe import moe
 from jax_warp_decode.presets import PRESETS, get_preset
 
-LAYERS = (3, 8)
-STEP_BYTES = 0.6e9  # unique weight bytes of one step: many times the L2 cache
 MEMORY_SHARE = 0.5  # of the GPU's, for all layers together; quantising needs room beside them
 
 
@@ -65,66 +61,43 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
 
 def _bench(preset, format: str, batches, options, console) -> None:
-    keys = jax.random.split(jax.random.key(0), _layers(preset, format))
-    experts = [inputs.make_experts(key, preset, format) for key in keys]
+    experts = make_layers(preset, format, _room(preset, format))
     console.print(f"\n{preset.name}, {format}, {options.pattern} routing: us per layer, routed experts only; in "
                   "brackets times the read of the same bytes", soft_wrap=True)
     for batch in batches:
         taken = choose(batch, experts[0], experts_per_token=preset.experts_per_token, x_dtype=jnp.bfloat16)
-        timings, unique, refused = _measure(preset, experts, batch, options)
-        read = timings.pop("read").us
-        parts = [f"{'*' if name == taken.strategy else ''}{name} {t.us:.1f} ({t.us / read:.2f} x)"
-                 for name, t in timings.items()]
-        console.print(f"T={batch:<5} read {read:.1f} us, {unique / 1e6:.0f} MB, {unique / read / 1e6:.2f} TB/s;  "
-                      + ", ".join(parts), soft_wrap=True, markup=False)
-        for line in refused:
-            console.print(f"        {line}", soft_wrap=True, markup=False, style="dim")
+        workload = Workload.of(preset, experts, batch, options.pattern)
+        read, *rows = _measure(workload, experts, preset.activation, options.steps)
+        if "error" in read:
+            raise UnsupportedError(f"bench: the read that everything is compared with failed: {read['error']}")
+        parts = [f"{'*' if row['name'] == taken.strategy else ''}{row['name']} {row['us']:.1f} "
+                 f"({row['us'] / read['us']:.2f} x)" for row in rows if "us" in row]
+        console.print(
+            f"T={batch:<5} read {read['us']:.1f} us, {workload.unique / 1e6:.0f} MB, "
+            f"{workload.unique / read['us'] / 1e6:.2f} TB/s;  " + ", ".join(parts), soft_wrap=True, markup=False)
+        for row in rows:
+            if "error" in row:
+                reason = row["error"].removeprefix("UnsupportedError: ")
+                console.print(f"        {row['name']}: {reason}", soft_wrap=True, markup=False, style="dim")
     console.print("* what strategy='auto' takes", style="dim")
 
 
-def _layers(preset, format: str) -> int:
-    """Layers that fit the memory, as many as make a step cold."""
-    shapes = jax.eval_shape(lambda key: inputs.make_experts(key, preset, format), jax.random.key(0))
-    size = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(shapes))
-    memory = jax.devices()[0].memory_stats()["bytes_limit"] * MEMORY_SHARE
-    if size * LAYERS[0] > memory:
+def _room(preset, format: str) -> float:
+    """Bytes for the weights of all layers; raises if too few layers fit to make a step cold."""
+    room = jax.devices()[0].memory_stats()["bytes_limit"] * MEMORY_SHARE
+    needed = LAYERS[0] * layer_bytes(preset, format)
+    if needed > room:
         raise ArgumentError(
-            f"model: {LAYERS[0]} layers of {preset.name} in {format} take {size * LAYERS[0] / 1e9:.0f} GB, expected at "
-            f"most {memory / 1e9:.0f} GB, half of the GPU's memory; a chain of fewer would be timed from its cache")
-    return max(LAYERS[0], min(LAYERS[1], int(memory / size)))
+            f"model: {LAYERS[0]} layers of {preset.name} in {format} take {needed / 1e9:.0f} GB, expected at most "
+            f"{room / 1e9:.0f} GB, half of the GPU's memory; a chain of fewer would be timed from its cache")
+    return room
 
 
-def _measure(preset, experts, batch: int, options):
-    """Timings by name, mean unique bytes of a layer, and a line for each strategy that cannot run."""
-    rng = np.random.default_rng(batch)
-    expected = min(batch * preset.experts_per_token / preset.num_experts, 1) * sum(
-        w.nbytes for w in jax.tree.leaves(experts[0]))
-    count = min(len(experts), max(LAYERS[0], math.ceil(STEP_BYTES / expected)))
-    layers, read = [], []
-    for key, weights in zip(jax.random.split(jax.random.key(batch), count), experts, strict=False):
-        routing = inputs.make_routing(rng, batch, preset, options.pattern)
-        layers.append((inputs.make_x(key, batch, preset), routing, weights))
-        read.append(inputs.traffic(np.asarray(routing.ids), weights).unique)
-    unique = statistics.mean(read)
-    windows = [(read_kernel.window(key, unique),) for key in jax.random.split(jax.random.key(7), count)]
-
-    calls = {"read": (read_kernel.read, windows)}
-    refused = []
+def _measure(workload: Workload, experts: list, activation: str, steps: int) -> list[dict]:
+    """The read, then every strategy: its name with a timing, or with the reason why there is none."""
+    variants = [Variant(dict(name="read"), read_kernel.read, workload.windows())]
     for name, reason in available_strategies().items():
-        if name == "reference":
-            continue
-        if reason:
-            refused.append(f"{name}: {reason}")
-        else:
-            calls[name] = (functools.partial(moe, strategy=name), layers)
-    lowered = {}
-    for name, (run, args) in calls.items():
-        try:
-            lowered[name] = timing.lower_step(run, args, name)
-        except UnsupportedError as error:
-            refused.append(f"{name}: {error}")
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        steps = list(pool.map(timing.compile_step, lowered.values()))
-    runs = [(step, calls[name][1]) for name, step in zip(lowered, steps, strict=True)]
-    timed = timing.time_steps(runs, options.steps)
-    return dict(zip(lowered, timed, strict=True)), unique, refused
+        if name != "reference":
+            layer = UnsupportedError(reason) if reason else functools.partial(moe, strategy=name, activation=activation)
+            variants.append(Variant(dict(name=name), layer, workload.layers(experts)))
+    return measure(variants, steps)

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from bench import compile_time, small_batch
+from bench import compile_time, grouped, ncu_report, small_batch
+from bench.report import Report, draw
 from jax_warp_decode import tuning
 from jax_warp_decode.kernels import DownConfig, GateUpConfig
-from jax_warp_decode.measure import inputs, read_kernel, timing
+from jax_warp_decode.measure import inputs, read_kernel, timing, variants
 from jax_warp_decode.presets import PRESETS, get_preset
 
 
@@ -96,7 +97,8 @@ def test_small_batch_without_a_gpu_checks_results_and_says_so(tmp_path, capsys):
     assert small_batch.main([*arguments, "--strategies", "warp_decode", "expert_centric", "tokamax_mosaic"]) == 0
     assert "No NVIDIA GPU" in capsys.readouterr().out
     report = json.loads((tmp_path / "small_batch-tiny-docs-uniform.json").read_text())
-    ours, conventional, tokamax = report["results"]
+    found = {row["strategy"]: row for row in report["results"]}
+    ours, conventional, tokamax = (found[name] for name in ("warp_decode", "expert_centric", "tokamax_mosaic"))
     assert "no NVIDIA GPU" in ours["error"] and "error" in tokamax
     assert conventional["relative_l2"] < 1e-2 and conventional["cosine"] > 0.9999 and "us" not in conventional
     assert report["meta"]["jax"] == jax.__version__
@@ -110,3 +112,63 @@ def test_small_batch_report_of_a_timed_run(tmp_path):
     small_batch.plot(tmp_path / "plot.png", options, results)
     assert (tmp_path / "plot.png").stat().st_size > 10_000
     assert "25.0  80%" in small_batch.summary(options, results)
+
+
+def test_a_report_survives_a_cut_and_a_second_run_fills_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_COMMIT", "one")
+    path = tmp_path / "folder" / "some.json"
+    report = Report(path, "some", facts=1)
+    report.add(dict(batch=1, us=2.0), dict(batch=2, error="ValueError: no"))
+    report.cut("B=4")
+    found = json.loads(path.read_text())  # as a run leaves it that is killed now
+    assert (found["complete"], found["missing"], found["facts"], len(found["results"])) == (False, ["B=4"], 1, 2)
+    again = Report(path, "some", fill=True)
+    assert again.has(batch=1) and not again.has(batch=2)
+    again.add(dict(batch=2, us=3.0))
+    assert again.finish() == 0 and json.loads(path.read_text())["complete"]
+    monkeypatch.setenv("GIT_COMMIT", "two")
+    with pytest.raises(SystemExit, match="is of commit one"):
+        Report(path, "some", fill=True)
+
+
+def test_a_picture_that_cannot_be_drawn_ends_nothing(tmp_path, capsys):
+    draw(lambda path: 1 / 0, tmp_path / "x.png")
+    assert "no picture: ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_one_variant_that_fails_stops_no_other():
+    x = jnp.arange(4.0)
+    check = variants.compare([np.arange(4.0) * 2], 1e-3)
+    found = variants.measure([
+        variants.Variant(dict(name="right"), lambda x: 2 * x, [(x,)], check),
+        variants.Variant(dict(name="wrong"), lambda x: 3 * x, [(x,)], check),
+        variants.Variant(dict(name="raises"), lambda x: x.no_such, [(x,)], check),
+        variants.Variant(dict(name="absent"), ImportError("no such module"), [(x,)], check)], steps=1)
+    assert found[0] == dict(name="right", relative_l2=0.0, cosine=pytest.approx(1), max_abs=0.0)
+    assert [row["error"].split(":")[0] for row in found[1:]] == ["ArithmeticError", "AttributeError", "ImportError"]
+
+
+def test_a_group_goes_on_without_the_kernel_that_ended_its_process(monkeypatch):
+    options = type("Options", (), {})()
+    case = dict(format="bf16", tokens=8)
+    said = iter([
+        ([dict(trying=dict(case, variant="a")), dict(trying=dict(case, variant="b"))], "ended with -11: fault"),
+        ([dict(row=dict(case, variant="a", us=1.0)), dict(row=dict(case, variant="c", error="X: CUDA_ERROR_LAUNCH")),
+          dict(row=dict(case, variant="d", error="X: CUDA_ERROR_LAUNCH"))], ""),
+        ([dict(row=dict(case, variant="d", us=2.0))], "")])
+    asked = []
+    monkeypatch.setattr(grouped, "start_child", lambda group, done, options: (
+        asked.append([name for _, _, name in done]), next(said))[1])
+    rows = grouped.run_group("one_cta", options)
+    assert asked == [[], ["b"], ["b", "a", "c"]]
+    assert {row["variant"]: "us" in row for row in rows} == dict(b=False, a=True, c=False, d=True)
+
+
+def test_ncu_tables_name_their_cases():
+    text = "ran bf16 1\n" + "\n".join((
+        '"ID","Kernel Name","gpu__time_duration.sum","smsp__average_warps_issue_stalled_wait_per_issue_active.ratio"',
+        '"","","us","inst"', '"0","moe_gate_up","9.5","1,234.5"', '"1","moe_down","5.5","2"'))
+    up, down = ncu_report.read_table(text, [("bf16", 1)])
+    assert (up["kernel"], up["batch"], up["us"]) == ("moe_gate_up", 1, dict(value=9.5, unit="us"))
+    assert down["stalled_warps_per_issue"] == dict(wait=2.0)
+    assert [row["format"] for row in ncu_report.read_table(text, [])] == ["", ""]

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 
-from bench import accuracy, decode, decode_report
+from bench import accuracy, decode_model, decode_report
 from jax_warp_decode import ExpertWeights, Routing
 from jax_warp_decode.measure import parts
 
@@ -59,9 +59,9 @@ ENTRY %main (a: f32[8]) -> f32[8] {
 
 
 def test_every_case_of_the_grid_names_a_strategy_and_those_alike_share_a_program():
-    cases = decode.default_cases("fused")
+    cases = decode_model.default_cases("fused")
     assert len(set(cases)) == len(cases)
     for case in cases:
-        assert case.context <= case.max_len and callable(decode.layer_function(case.strategy))
+        assert case.context <= case.max_len and callable(decode_model.layer_function(case.strategy))
     assert len({case.program for case in cases if case.strategy == "auto" and case.batch == 1 and case.format == "bf16"
                 and case.context <= 32768}) == 1

@@ -47,7 +47,8 @@ def make_experts(key: jax.Array, preset: Preset, format: str) -> ExpertWeights:
     """Random expert weights in one of `FORMATS`, scaled so that every projection keeps the size of its input."""
     E, I, H = preset.num_experts, preset.intermediate, preset.hidden
     keys = jax.random.split(key, 3)
-    return ExpertWeights(*(_weight(k, E, n, m, format) for k, n, m in zip(keys, (I, I, H), (H, H, I), strict=True)))
+    w = [_weight(k, E, n, m, format) for k, n, m in zip(keys, (I, I, H), (H, H, I), strict=True)]
+    return ExpertWeights(w[0] if preset.act.gated else None, *w[1:])
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
@@ -74,5 +75,5 @@ class Traffic:
 
 def traffic(ids: np.ndarray, experts: ExpertWeights) -> Traffic:
     """Counts from the actual ids and the actual arrays, scales included."""
-    per_expert = sum(w.nbytes for w in (experts.w_gate, experts.w_up, experts.w_down)) // experts.num_experts
+    per_expert = sum(w.nbytes for w in experts.weights.values()) // experts.num_experts
     return Traffic(len(np.unique(ids)) * per_expert, ids.size * per_expert)

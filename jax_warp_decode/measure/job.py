@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from jax_warp_decode.explain import KERNELS
 from jax_warp_decode.kernels import checks
 from jax_warp_decode.measure import inputs, timing
 from jax_warp_decode.measure.candidates import MOST, candidates
+from jax_warp_decode.measure.variants import compile_reference
 from jax_warp_decode.moe import moe
 from jax_warp_decode.presets import Preset
 from jax_warp_decode.routing import Routing
@@ -94,7 +96,8 @@ class Job:
     def routing(self) -> tuple[int, list[np.ndarray]]:
         """(experts in the pool, ids [T, K] into it for each layer): uniform routing, no expert in two layers."""
         rng, per_expert = np.random.default_rng(self.tokens), _nbytes(self.pool(1))
-        first, layers = 0, []
+        first = 0
+        layers: list[np.ndarray] = []
         while not layers or (first * per_expert < STEP_BYTES and len(layers) < MOST_LAYERS):
             ids = inputs.routing_ids(rng, self.tokens, self.preset, "uniform")
             chosen, ids = np.unique(ids, return_inverse=True)
@@ -138,20 +141,18 @@ def measure(job: Job, gpu=None, advance: Callable[[], object] = lambda: None, th
     layers, rng = len(ids), np.random.default_rng(0)
     x = rng.standard_normal((layers, job.tokens, job.preset.hidden), np.float32).astype(jnp.bfloat16)
     weights = rng.random((layers, *ids[0].shape), np.float32) + np.float32(0.1)
-    calls = [(x, Routing(i, w)) for x, i, w in zip(x, ids, weights, strict=True)]
+    routing: Any = Routing  # of numpy arrays, which `device_put` takes below
+    calls = [(x, routing(i, w)) for x, i, w in zip(x, ids, weights, strict=True)]
     # All layers share one pool, so one call of the reference gives the results of all of them.
-    all_tokens = np.concatenate(x).astype(np.float32), Routing(np.concatenate(ids), np.concatenate(weights))
+    all_tokens = np.concatenate(x).astype(np.float32), routing(np.concatenate(ids), np.concatenate(weights))
     pool = job.pool(experts)
-    # Tuning the matrix products of the reference would use the GPU outside the lock.
-    untuned = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else None
-
     with concurrent.futures.ThreadPoolExecutor(threads) as executor:
         compiling, problems = _lower(job, [(*call, pool) for call in calls], executor, advance)
         if not compiling:
             return Result(job, (), (*problems, f"{job}: no candidate could be lowered"))
-        make = jax.jit(functools.partial(job.make_pool, experts=experts)).lower(np.int32(0))
-        reference = jax.jit(functools.partial(moe, strategy="reference")).lower(*all_tokens, pool)
-        make, reference = executor.map(lambda a: a.compile(compiler_options=untuned), (make, reference))
+        making = executor.submit(jax.jit(functools.partial(job.make_pool, experts=experts)).lower(np.int32(0)).compile)
+        reference = compile_reference(*all_tokens, pool, activation=job.preset.activation)
+        make = making.result()
         steps = {}
         for pair, step in compiling.items():
             try:
@@ -164,9 +165,9 @@ def measure(job: Job, gpu=None, advance: Callable[[], object] = lambda: None, th
         args = jax.device_put([(*call, pool) for call in calls])
         for pair, step in list(steps.items()):
             got = np.concatenate([np.asarray(y, np.float64) for y in step(args)])
-            error = np.linalg.norm(got - want) / np.linalg.norm(want)
-            if not error < TOLERANCE:
-                problems.append(f"{job}: {_names(pair)} is wrong (relative error {error:.1e}) and was dropped")
+            off = np.linalg.norm(got - want) / np.linalg.norm(want)
+            if not off < TOLERANCE:
+                problems.append(f"{job}: {_names(pair)} is wrong (relative error {off:.1e}) and was dropped")
                 del steps[pair]
         recording = timing.record_steps([(step, args) for step in steps.values()], REPEATS) if steps else None
     timings = recording.timings() if recording else []  # the GPU is another's by now
@@ -176,7 +177,7 @@ def measure(job: Job, gpu=None, advance: Callable[[], object] = lambda: None, th
 
 def _lower(job: Job, args: list[tuple], executor, advance) -> tuple[dict[tuple, concurrent.futures.Future], list[str]]:
     """The executables to be, by pair of candidates, and what is wrong with those that cannot be lowered."""
-    layer = functools.partial(moe, strategy="warp_decode")
+    layer = functools.partial(moe, strategy="warp_decode", activation=job.preset.activation)
     compiling, problems = {}, []
     for pair in job.pairs():
         try:
@@ -195,7 +196,7 @@ def _fastest(job: Job, timed: dict[tuple, timing.Timing]) -> tuple[tuple[Entry, 
         return (), (f"{job}: no candidate could be measured",)
     p, entries = job.preset, []
     for i, kernel in enumerate(KERNELS):
-        times = {}
+        times: dict[Any, float] = {}
         for pair, found in timed.items():
             us = sum(us for name, us in found.kernels.items() if name.startswith(kernel))
             if not us:

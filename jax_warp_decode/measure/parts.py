@@ -42,7 +42,7 @@ def kernel_scopes(hlo: str) -> dict[str, str]:
       >>> kernel_scopes('  %add_fusion.2 = f32[8]{0} fusion(%a), metadata={op_name="jit(f)/norm/add" id=1}')
       {'add_fusion_2': 'jit(f)/norm/add'}
     """
-    scopes = {}
+    scopes: dict[str, str] = {}
     for name, rest in re.findall(r"^\s*(?:ROOT )?%?([\w.-]+) = (.*)$", hlo, re.MULTILINE):
         op_name = re.search(r'op_name="([^"]*)"', rest)
         if op_name and re.search(r"\b(fusion|custom-call|copy|sort|scatter|dot|reduce)\(", rest):
@@ -75,7 +75,7 @@ def stages(hlo: str, scope: str) -> tuple[int, int]:
 
 
 def _nbytes(dtype: str, dims: str) -> int:
-    bits = 8 if dtype == "pred" or dtype.startswith("f8") else int(re.search(r"\d+", dtype)[0])
+    bits = 8 if dtype == "pred" or dtype.startswith("f8") else int(re.findall(r"\d+", dtype)[0])
     return math.prod(int(n) for n in dims.split(",") if n) * max(bits // 8, 1)
 
 
@@ -119,7 +119,9 @@ class Part:
 
 def split_parts(events: Sequence[Event], scopes: dict[str, str], steps: int) -> dict[str, Part]:
     """Time and launches of every part, per step, of the events of `steps` steps; "gaps" is when nothing ran."""
-    us, count, names = collections.Counter(), collections.Counter(), collections.defaultdict(collections.Counter)
+    us: dict[str, float] = collections.defaultdict(float)
+    count: dict[str, float] = collections.defaultdict(float)
+    names: dict[str, Any] = collections.defaultdict(collections.Counter)
     for event in events:
         part, time = part_of(event.name, scopes), (event.end_ns - event.start_ns) / 1e3 / steps
         us[part] += time

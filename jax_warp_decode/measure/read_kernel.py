@@ -16,7 +16,7 @@ LAYOUT = plgpu.Layout.TILED(
     plgpu.Tiling(((WARPS, LANES * VEC), (VEC,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
-def window(key: jax.Array, nbytes: int) -> jax.Array:
+def window(key: jax.Array, nbytes: float) -> jax.Array:
     """A buffer of random float32 for `read`, nbytes rounded to whole chunks of 16 KiB (at least one)."""
     chunks = max(1, round(nbytes / CHUNK_BYTES))
     return jax.random.normal(key, (chunks, WARPS, LOADS * LANES * VEC), jnp.float32)

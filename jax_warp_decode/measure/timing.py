@@ -150,7 +150,7 @@ def device_trace() -> Iterator[tuple[Callable[[], None], Callable[[], bytes]]]:
     kernel = functools.partial(_marker(), jnp.zeros((128,), jnp.float32))
     jax.block_until_ready(kernel())  # compiled before the trace begins
     with tempfile.TemporaryDirectory() as folder:
-        found = []
+        found: list[bytes] = []
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = options.host_tracer_level = 0
         with jax.profiler.trace(folder, profiler_options=options):
@@ -201,7 +201,7 @@ def device_events(profile) -> list[Event]:
 
 def split_calls(events: list[Event], calls: int) -> list[list[Event]]:
     """The events before each of `calls` markers; empty if the markers are not that many."""
-    groups = [[]]
+    groups: list[list[Event]] = [[]]
     for event in events:
         if event.name.startswith(MARKER):
             groups.append([])
@@ -225,7 +225,7 @@ def split_runs(events: list[Event], runs: int) -> list[list[Event]]:
 
 def summarise(runs: list[list[Event]], wall_us: float, steps: int, layers: int) -> Timing:
     """The `Timing` of equal runs of events, each a step of `layers` layers."""
-    times = collections.defaultdict(lambda: [0.0] * len(runs))
+    times: dict[str, list[float]] = collections.defaultdict(lambda: [0.0] * len(runs))
     for i, run in enumerate(runs):
         for event in run:
             times[event.name][i] += (event.end_ns - event.start_ns) / 1e3 / layers
