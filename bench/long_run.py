@@ -20,7 +20,7 @@ import time
 import jax
 import numpy as np
 
-from bench import small_batch
+from bench.report import metadata
 from jax_warp_decode.checkpoints import load_qwen3_moe
 from jax_warp_decode.demo import bundled_model
 from jax_warp_decode.models.generate import generate
@@ -94,7 +94,7 @@ def main(arguments=None) -> int:
     if last["host"] - first["host"] > HOST_GROWTH and half and last["host"] - half["host"] > HOST_GROWTH / 4:
         problems.append(f"host memory grew from {first['host']} over {half['host']} to {last['host']}")
     report = dict(
-        meta=small_batch.metadata("long_run"), choice=choice, weights=options.weights, steps=steps,
+        meta=metadata("long_run"), choice=choice, weights=options.weights, steps=steps,
         sequences=sequences, seconds=seconds, steps_per_second=steps / seconds if seconds else None,
         compilations_in_warm_up=warm_up_compiles,
         compilations_after=len(compiled) - warm_up_compiles,

@@ -267,7 +267,7 @@ def make_ids(rng, tokens, experts, k, pattern="uniform"):
 
     "uniform"   distinct random experts per token
     "same"      every token on the same experts
-    "skipped"   about a third of the slots not routed: -1, E, and the ends of int32
+    "skipped"   about a third of the slots not routed: -1, E, and the ends of int32; of two or more never none nor all
     "repeated"  one expert in all slots of a token
     "none"      no slot routed
     """
@@ -276,7 +276,10 @@ def make_ids(rng, tokens, experts, k, pattern="uniform"):
         ids = np.broadcast_to(ids[:1], ids.shape).copy()
     elif pattern == "skipped":
         outside = rng.choice(np.array([-1, experts, -(2**31), 2**31 - 1], np.int32), ids.shape)
-        ids = np.where(rng.random(ids.shape) < 1 / 3, outside, ids)
+        skipped = rng.random(ids.shape) < 1 / 3
+        if ids.size > 1 and (skipped.all() or not skipped.any()):
+            skipped.flat[0] = not skipped.flat[0]
+        ids = np.where(skipped, outside, ids)
     elif pattern == "repeated":
         ids = np.broadcast_to(ids[:, :1], ids.shape).copy()
     elif pattern == "none":

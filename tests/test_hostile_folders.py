@@ -330,11 +330,11 @@ def test_nothing_of_a_folder_is_executed(sound, tmp_path):
 @pytest.mark.parametrize("file, make, message", [
     (CONFIG, lambda: b'{"a": [' + b"0," * 2**20 + b"0]}", "config.json: got more than 1048576 bytes"),
     (CONFIG, lambda: b"{" + b" " * 2**20 + b"}", "config.json: got more than 1048576 bytes"),
-    (INDEX, lambda: b'{"weight_map": {' + b",".join(b'"%d":"a"' % n for n in range(2**20 + 2)) + b"}}",
-     "index.json: got over 1048576 entries"),
+    (INDEX, lambda: b'{"weight_map": {' + b",".join(b'"%d":"a"' % n for n in range(2**18 + 2)) + b"}}",
+     "index.json: got over 262144 entries"),
     (INDEX, lambda: b'{"weight_map": ' + b"[" * 2**20 + b"]" * 2**20 + b"}", "index.json: got over 100 objects"),
-    (INDEX, lambda: b" " * (2**26 + 1), "index.json: got more than 67108864 bytes"),
-    (INDEX, lambda: b'{"weight_map": {"' + b"x" * 2**25 + b'": "a.safetensors"}}', "not hold what the index says: xx"),
+    (INDEX, lambda: b" " * (2**25 + 1), "index.json: got more than 33554432 bytes"),
+    (INDEX, lambda: b'{"weight_map": {"' + b"x" * 2**24 + b'": "a.safetensors"}}', "not hold what the index says: xx"),
     ("a.safetensors", lambda: (2**25).to_bytes(8, "little") + b'{"' + b"x" * 2**25, "a header of 33554432 bytes, exp"),
     ("a.safetensors", lambda: (2**22).to_bytes(8, "little") + b"[" * 2**22, "not a valid safetensors file"),
 ])
@@ -349,13 +349,40 @@ def test_huge_json_costs_little(sound, tmp_path, file, make, message):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # kB
 
 
-def test_a_header_full_of_tensors_is_bounded(sound, tmp_path):
-    """A header of 30,000 empty tensors."""
+def full_header(first=0, last=b""):
+    """A header of as many empty tensors as a file may have."""
+    entry = b'"%x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+    count = (reader.MAX_HEADER_BYTES - 200) // (len(entry % 0xFFFFF) + 1)
+    text = b"{" + b",".join(entry % (first + n) for n in range(count)) + last + b"}"
+    assert 0.9 * reader.MAX_HEADER_BYTES < len(text) <= reader.MAX_HEADER_BYTES
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize("last, message", [
+    (b"", "14 tensors missing"), (b',"7":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}', "repeated keys: 7$"),
+    (b',"x":{"dtype":"U8","shape":[0],"data_offsets":[0,0],"shape":[0]}', "not a valid safetensors file"),
+    (b',"__metadata__":{":\\"":":","":"}:{"}', "14 tensors missing")], ids=["sound", "repeated", "inside", "strings"])
+def test_a_header_full_of_tensors_costs_little(sound, tmp_path, last, message):
     folder = shutil.copytree(sound / "single", tmp_path / "many")
-    text = json.dumps({str(n): {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for n in range(30_000)}).encode()
-    assert reader.MAX_HEADER_BYTES / 3 < len(text) < reader.MAX_HEADER_BYTES
-    (folder / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text)
+    (folder / SINGLE).write_bytes(full_header(last=last))
     start = time.process_time()
-    with pytest.raises(CheckpointError, match="14 tensors missing"):
+    with pytest.raises(CheckpointError, match=message):
         load_moe_blocks(folder)
     assert time.process_time() - start < SECONDS
+
+
+def test_shards_that_the_index_does_not_list_cost_one_header(sound, tmp_path, monkeypatch):
+    """Each shard is compared with the index when it is read; and all headers together have a limit, too."""
+    folder = shutil.copytree(sound / "sharded", tmp_path / "many")
+    content = json.loads((folder / INDEX).read_text())
+    for n in range(3):
+        (folder / f"{n}.safetensors").write_bytes(full_header(first=n << 17))
+        content["weight_map"][f"{n << 17:x}"] = f"{n}.safetensors"
+    (folder / INDEX).write_text(json.dumps(content))
+    start = time.process_time()
+    with pytest.raises(CheckpointError, match="in a shard but not in the index: 1, 10, 100, "):
+        load_moe_blocks(folder)
+    assert time.process_time() - start < SECONDS
+    monkeypatch.setattr(reader, "MAX_HEADERS_BYTES", 1000)
+    with pytest.raises(CheckpointError, match="a header of .* expected at most 4194304, and 1000 in all shards togeth"):
+        load_moe_blocks(folder)

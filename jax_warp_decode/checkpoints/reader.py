@@ -23,9 +23,10 @@ CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-# Of JSON, by file. DeepSeek-V3, 91,000 tensors in 163 shards, has headers of 0.1 MB and an index of 9 MB.
-MAX_CONFIG_BYTES, MAX_HEADER_BYTES, MAX_INDEX_BYTES = 2**20, 2**22, 2**26
-MAX_INDEX_TENSORS = 2**20
+# Of JSON: of one file each, and of the headers of all shards. DeepSeek-V3, 91,000 tensors in 163 shards, has headers of
+# 0.1 MB and an index of 9 MB. A file at these limits is read within two seconds.
+MAX_CONFIG_BYTES, MAX_HEADER_BYTES, MAX_HEADERS_BYTES, MAX_INDEX_BYTES = 2**20, 2**22, 2**25, 2**25
+MAX_INDEX_TENSORS = 2**18
 MAX_INDEX_NESTING = 100  # objects and lists; an index has three
 
 # safetensors' names of the types that a checkpoint may use here.
@@ -154,13 +155,19 @@ def read_json(path: pathlib.Path, limit: int, flat: bool = False) -> Mapping[str
 
 def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
     """Validates one safetensors file and returns the place of each tensor; reads no weight."""
+    return _read_file(path, MAX_HEADER_BYTES)[0]
+
+
+def _read_file(path: pathlib.Path, limit: int) -> tuple[dict[str, StoredTensor], int]:
+    """The tensors of one safetensors file and the size of its header, which is `limit` at most."""
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file, or not a regular one")
     try:
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            if size > MAX_HEADER_BYTES:
-                raise ValueError(f"a header of {size} bytes, expected at most {MAX_HEADER_BYTES}")
+            if size > limit:
+                raise ValueError(f"a header of {size} bytes, expected at most {MAX_HEADER_BYTES}, and "
+                                 f"{MAX_HEADERS_BYTES} in all shards together")
             text = file.read(size)
         # Opening checks sizes, types, and that the tensors cover the file without holes or overlap.
         with safetensors.safe_open(path, framework="numpy"):
@@ -169,49 +176,56 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
     except (safetensors.SafetensorError, ValueError, RecursionError, OSError) as error:
         raise CheckpointError(f"{path}: not a valid safetensors file: {_printable(error)}") from error
     tensors = {}
-    for name, entry in header.items():
+    for name in list(header):
+        entry = header.pop(name)  # freed at once: the garbage collector has nothing more to look at
         if name != "__metadata__":
             start, end = entry["data_offsets"]
             tensors[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), path, 8 + size + start, end - start)
-    return tensors
+    return tensors, size
 
 
 def _read_shards(index: pathlib.Path) -> dict[str, StoredTensor]:
     weight_map = read_json(index, MAX_INDEX_BYTES, flat=True).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index}: expected an object 'weight_map' from tensor names to file names")
+    held: dict[str, set[str]] = {}
+    for tensor, name in weight_map.items():
+        held.setdefault(name, set()).add(tensor)
     tensors: dict[str, StoredTensor] = {}
-    for name in sorted(set(weight_map.values())):
+    room = MAX_HEADERS_BYTES
+    for name in sorted(held):
         if pathlib.PurePath(name).name != name or "\\" in name or not (
                 name.isprintable() and name.endswith(".safetensors")):
             raise CheckpointError(f"{index}: got shard {show(name)}, expected the name of a .safetensors file "
                                   "beside it")
-        shard = read_header(index.parent / name)
+        shard, size = _read_file(index.parent / name, min(room, MAX_HEADER_BYTES))
+        room -= size
+        # Each shard at once: what a folder costs is bounded by its index, not by what lies beside it.
         if twice := sorted(tensors.keys() & shard.keys()):
             files = f"{tensors[twice[0]].file.name} and {name}"
             raise CheckpointError(f"{index.parent}: stored twice, in {files}: {listing(twice)}")
+        if astray := sorted(held[name] - shard.keys()):
+            raise CheckpointError(f"{index}: the shard does not hold what the index says: "
+                                  f"{listing([f'{tensor} in {name}' for tensor in astray])}")
+        if unlisted := sorted(shard.keys() - weight_map.keys()):
+            raise CheckpointError(f"{index}: in a shard but not in the index: {listing(unlisted)}")
         tensors |= shard
-    astray = [f"{tensor} in {name}" for tensor, name in weight_map.items()
-              if tensor not in tensors or tensors[tensor].file.name != name]
-    if astray:
-        raise CheckpointError(f"{index}: the shard does not hold what the index says: {listing(astray)}")
-    if unlisted := sorted(tensors.keys() - weight_map.keys()):
-        raise CheckpointError(f"{index}: in a shard but not in the index: {listing(unlisted)}")
     return tensors
 
 
 def _parse_object(text: bytes) -> dict[str, Any]:
-    def unique(pairs):
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            twice = [name for name, count in collections.Counter(name for name, _ in pairs).items() if count > 1]
-            raise ValueError(f"repeated keys: {listing(twice)}")
-        return result
-
-    value = json.loads(text, object_pairs_hook=unique)
+    json.loads(text, object_pairs_hook=_refuse_repeated)
+    value = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError(f"got {type(value).__name__}, expected an object")
     return value
+
+
+def _refuse_repeated(pairs: list[tuple[str, Any]]) -> None:
+    """Keeps no object: twice through the text costs half of collecting the garbage that a hook with results leaves."""
+    if len({name for name, _ in pairs}) != len(pairs):
+        twice = [name for name, count in collections.Counter(name for name, _ in pairs).items() if count > 1]
+        raise ValueError(f"repeated keys: {listing(twice)}")
 
 
 def listing(names: list[str], limit: int = 8) -> str:

@@ -1,0 +1,291 @@
+"""What bench.sanitize runs under compute-sanitizer: every kernel on small and hostile inputs, each with its oracle."""
+
+import functools
+
+# (E, H, I, K): a small layer, and one with sizes off every tile. shared_decode refuses the second odd one.
+SHAPES = {"small": (4, 128, 64, 2), "odd": (5, 192, 320, 3), "off": (3, 352, 96, 3)}
+
+
+def cases():
+    """(name, function that runs the case and checks its numbers), the most important first; without jax's arrays."""
+    from jax_warp_decode import STRATEGIES
+    from jax_warp_decode.experts import DENSE_FORMATS
+    from jax_warp_decode.formats import FORMATS
+
+    decode = [s for s in STRATEGIES if s not in ("reference", "expert_centric")]
+    first = [f for f in ("bf16", "mxfp8") if f in {*DENSE_FORMATS.values(), *FORMATS}]
+    others = [f for f in {**dict.fromkeys(DENSE_FORMATS.values()), **FORMATS} if f not in first]
+    plan = [(s, f, shape, T) for s in decode for f in first for shape in ("small", "off", "odd") for T in (3,)]
+    plan += [(s, f, "odd", T) for s in decode for f in first for T in (1, 129)]
+    plan += [("expert_centric", f, shape, T) for f in first for shape, T in (("small", 3), ("odd", 129))]
+    for strategy, format, shape, T in plan:
+        yield f"{strategy}-{format}-{shape}-T{T}", functools.partial(layer, strategy, format, shape, T)
+    yield "router", router
+    yield "gradients of expert_centric", gradients
+    for strategy in decode:
+        yield f"{strategy}-stacked layers", functools.partial(stacked, strategy)
+        yield f"{strategy}-biases", functools.partial(biases, strategy)
+    for format in others:
+        for strategy in decode:
+            yield f"{strategy}-{format}-odd-T3", functools.partial(layer, strategy, format, "odd", 3)
+    yield "launches around the experts", around_the_experts
+    for format in ("mxfp4", "fp8_block128"):
+        yield f"expert_centric-{format}-odd-T129", functools.partial(layer, "expert_centric", format, "odd", 129)
+    yield "bundled model", bundled_model
+    yield "configurations of gate_up and down", configurations
+    yield "no tokens", no_tokens
+
+
+class Skipped(Exception):
+    """A strategy that refuses these operands; the message is its reason."""
+
+
+def _jitted(strategy):
+    import jax
+
+    from jax_warp_decode import moe
+
+    return jax.jit(functools.partial(moe, strategy=strategy))
+
+
+def _make(seed, shape, T, weights="bf16", pattern="skipped", **options):
+    import oracle
+
+    E, H, I, K = SHAPES[shape]
+    x_dtype = weights if weights in ("f16", "f32") else "bf16"
+    return oracle.make_case(seed, tokens=T, experts=E, hidden=H, intermediate=I, k=K, weights=weights, pattern=pattern,
+                            x_dtype=x_dtype, **options)
+
+
+def _check(y, case, strategy):
+    import numpy as np
+    import oracle
+
+    if strategy == "expert_centric":  # three roundings to bfloat16, see tests/test_gpu.py
+        exact, y = case.exact, np.asarray(y, np.float64)
+        np.testing.assert_array_equal(np.isnan(y), np.isnan(exact))
+        clean = ~np.isnan(exact).any(1)
+        error = np.linalg.norm((y - exact)[clean])
+        assert error <= 2.0**-8 * np.sqrt(4 / 3) * np.linalg.norm(exact[clean]), error
+    else:
+        oracle.assert_close(y, case, h_dtype="bfloat16", unit=oracle.TENSOR_CORE_UNIT)
+
+
+def layer(strategy, format, shape, T):
+    """One compiled layer: ids that are not routed (-1, E and the ends of int32), NaN in idle experts and rows, all
+    tokens on one expert, no slot routed at all, and a routed NaN row beside clean ones."""
+    import dataclasses
+
+    import numpy as np
+
+    from jax_warp_decode import UnsupportedError
+
+    run = _jitted(strategy)
+    for pattern in ("skipped", "same", "none", "uniform"):
+        case = _make(T, shape, T, format, pattern)
+        if pattern == "uniform":
+            x = case.x.copy()
+            x[T // 2] = np.nan
+            case = dataclasses.replace(case, x=x)
+        try:
+            y = run(*case.args())
+        except UnsupportedError as error:
+            raise Skipped(str(error)) from None
+        _check(y, case, strategy)
+
+
+def stacked(strategy):
+    """Two layers with NaN in the one that is not read, and layer numbers outside the stack."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jax_warp_decode import moe
+
+    case = _make(7, "odd", 3)
+    x, routing, experts = case.args()
+    stack = jax.tree.map(lambda w: jnp.stack([jnp.full_like(w, jnp.nan), w]), experts)
+    run = jax.jit(functools.partial(moe, strategy=strategy))
+    _check(run(x, routing, stack, layer=jnp.int32(1)), case, strategy)
+    for outside in (-1, 2, 2**31 - 1, -2**31):
+        assert not np.asarray(run(x, routing, stack, layer=jnp.int32(outside)), np.float32).any()
+
+
+def biases(strategy):
+    """Biases of all three projections, NaN in those of idle experts, against the float32 reference."""
+    import dataclasses
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jax_warp_decode import UnsupportedError, moe
+
+    case = _make(8, "odd", 3, activation="clamped_swiglu")
+    x, routing, experts = case.args()
+    if "b_gate" not in {field.name for field in dataclasses.fields(experts)}:
+        raise Skipped("experts have no biases")
+    E, H, I, _ = SHAPES["odd"]
+    idle = jnp.asarray(np.setdiff1d(np.arange(E), case.ids))
+    draw = lambda seed, n: jax.random.normal(jax.random.key(seed), (E, n)).at[idle].set(jnp.nan)
+    experts = dataclasses.replace(experts, b_gate=draw(0, I), b_up=draw(1, I), b_down=draw(2, H))
+    run = functools.partial(moe, activation="clamped_swiglu")
+    try:
+        y = np.asarray(jax.jit(functools.partial(run, strategy=strategy))(x, routing, experts), np.float32)
+    except UnsupportedError as error:
+        raise Skipped(str(error)) from None
+    want = np.asarray(run(x, routing, experts, strategy="reference"), np.float32)
+    assert np.isfinite(y).all() and np.linalg.norm(y - want) <= 1e-2 * np.linalg.norm(want)
+
+
+def router():
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jax_warp_decode.route_tokens import route_tokens
+    from jax_warp_decode.routing import route
+
+    for E, H, K, T in ((16, 256, 4, 3), (128, 352, 8, 1), (64, 2048, 6, 2)):
+        keys = jax.random.split(jax.random.key(E), 2)
+        x = jax.random.normal(keys[0], (T, H), jnp.bfloat16)
+        w = (jax.random.normal(keys[1], (E, H)) / 16).astype(jnp.bfloat16)
+        got = route_tokens(x, w, K, strategy="one_launch")
+        logits = jnp.dot(x.astype(jnp.float32), w.astype(jnp.float32).T, precision="highest")
+        want = route(logits, K)
+        np.testing.assert_allclose(np.sort(got.weights, -1), np.sort(want.weights, -1), rtol=1e-3)
+        hostile = route_tokens(x.at[0].set(jnp.nan), w, K, strategy="one_launch")
+        ids = np.asarray(hostile.ids)
+        assert all(len(set(row)) == K for row in ids) and (ids >= 0).all() and (ids < E).all()
+
+
+def around_the_experts():
+    """`dense_rows`, `rms_norm` and `attend`: odd sizes, a full row, an empty one, NaN where the cache holds nothing."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jax_warp_decode.kernels.attend import attend
+    from jax_warp_decode.kernels.dense_rows import dense_rows
+    from jax_warp_decode.kernels.rms_norm import rms_norm
+
+    normal = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+    for T, M, N in ((1, 256, 4), (3, 768, 20), (8, 512, 36)):
+        x, w, gain, residual = normal(0, T, M), normal(1, N, M), normal(2, M), normal(3, T, N)
+        wide = [np.asarray(a, np.float64) for a in (x, w, gain, residual)]
+        scaled = wide[0] / np.sqrt((wide[0]**2).mean(-1, keepdims=True) + 1e-6) * wide[2]
+        got = dense_rows((x,), w, gain=gain, residuals=(residual,), out_dtype=jnp.float32)
+        np.testing.assert_allclose(got, scaled @ wide[1].T + wide[3], rtol=1e-4, atol=1e-2)
+        got = rms_norm((x[:, :-7], x[:, :-7]), gain[:-7], eps=1e-6)
+        both = 2 * wide[0][:, :-7]
+        want = both / np.sqrt((both**2).mean(-1, keepdims=True) + 1e-6) * wide[2][:-7]
+        np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2.0**-8, atol=1e-6)
+    B, N, KVH, D, S = 4, 6, 2, 64, 200
+    lengths = jnp.array([0, 1, 130, S], jnp.int32)
+    known = (jnp.arange(S) < lengths[:, None])[:, None, :, None]
+    caches = [jnp.where(known, normal(seed, B, KVH, S, D), jnp.nan) for seed in (4, 5)]
+    angles = jax.random.normal(jax.random.key(6), (B, D // 2))
+    operands = (normal(7, B, N + 2 * KVH, D), normal(8, D), normal(9, D), (jnp.cos(angles), jnp.sin(angles)), *caches,
+                lengths)
+    for got, want in zip(attend(*operands, eps=1e-6), attend(*operands, eps=1e-6, interpret=True), strict=True):
+        np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), atol=2e-2)
+
+
+def gradients():
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jax_warp_decode import Routing, moe
+
+    case = _make(9, "odd", 33)
+    x, routing, experts = case.args()
+
+    def loss(x, weights, experts):
+        return jnp.sum(moe(x, Routing(routing.ids, weights), experts, strategy="expert_centric").astype(jnp.float32)**2)
+
+    dx, dw, d_experts = jax.jit(jax.grad(loss, (0, 1, 2)))(x, routing.weights, experts)
+    routed = case.routed()
+    assert np.isfinite(np.asarray(dx, np.float32)).all() and np.isfinite(dw).all()
+    assert not np.asarray(dw)[~routed].any()
+    for d in jax.tree.leaves(d_experts):
+        assert np.isfinite(np.asarray(d, np.float32)).all()
+
+
+def configurations():
+    """The two warp-decode kernels with every width of a row, and unrolls that leave steps over."""
+    import oracle
+
+    from jax_warp_decode.kernels import DownConfig, GateUpConfig, moe_down_3d_batched, moe_gate_up_3d_batched
+
+    for format in ("bf16", "mxfp8"):
+        for lanes in (32, 16, 8, 4):
+            case = oracle.make_case(lanes, tokens=2, experts=3, hidden=704, intermediate=768, k=2, weights=format)
+            x, routing, experts = case.args()
+            h = moe_gate_up_3d_batched(
+                x, routing.ids, experts.w_gate, experts.w_up, config=GateUpConfig(lanes, 1, 3))
+            y = moe_down_3d_batched(h, routing.ids, routing.weights, experts.w_down, config=DownConfig(lanes, 1, 5))
+            oracle.assert_close(y, case)
+
+
+def bundled_model():
+    """Prefill and decode steps, through whatever kernels the decode loop has besides those of the layer."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jax_warp_decode import demo
+    from jax_warp_decode.checkpoints import load_qwen3_moe
+    from jax_warp_decode.models.generate import generate
+
+    model = load_qwen3_moe(demo.bundled_model("mxfp8"), dtype=jnp.bfloat16)
+    prompt = np.frombuffer(b'The "for" statement', np.uint8)[None]
+    generation = generate(model, prompt, 4)
+    tokens, logits = [], []
+    for ids in generation:
+        tokens.append(int(ids[0]))
+        logits.append(np.asarray(generation.logits, np.float32)[0])
+    want = demo.reference_logits(model, np.concatenate([prompt[0], tokens[:-1]]))[prompt.shape[1] - 1:]
+    assert demo.compare(np.array(logits), want).cosine > 0.99
+
+
+def no_tokens():
+    from jax_warp_decode import STRATEGIES
+
+    for strategy in STRATEGIES:
+        y = _jitted(strategy)(*_make(0, "small", 0).args())
+        assert y.shape == (0, SHAPES["small"][1])
+
+
+def planted(tool):
+    """Kernels with the fault that the tool must find; named so that they are told from the others."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    params = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
+    kernel = functools.partial(plgpu.kernel, compiler_params=params, kernel_name=f"planted_{tool}")
+    one = jax.ShapeDtypeStruct((512,), jnp.float32)
+    rows, quads = plgpu.Layout.WG_STRIDED((512,), 1), plgpu.Layout.WG_STRIDED((512,), 4)
+    x = jnp.arange(512, dtype=jnp.float32)
+    if tool == "memcheck":
+        def read_beyond(x_ref, at_ref, y_ref):
+            value = x_ref[at_ref[0]]
+            y_ref[...] = plgpu.load(x_ref.at[:], layout=rows, optimized=False) + value
+
+        jax.block_until_ready(kernel(read_beyond, out_type=one)(x, jnp.array([100_000], jnp.int32)))
+    elif tool == "initcheck":
+        def write_one(x_ref, y_ref):
+            y_ref[0] = x_ref[1]
+
+        def read_all(x_ref, y_ref):
+            y_ref[...] = plgpu.load(x_ref.at[:], layout=rows, optimized=False) + 1.0
+
+        unwritten = plgpu.kernel(write_one, out_type=one, compiler_params=params, kernel_name="planted_writer")(x)
+        jax.block_until_ready(kernel(read_all, out_type=one)(unwritten))
+    elif tool == "racecheck":
+        def no_barrier(x_ref, y_ref, shared):
+            shared[...] = plgpu.load(x_ref.at[:], layout=rows, optimized=False)
+            y_ref[...] = plgpu.load(shared.at[:], layout=quads, optimized=False)
+
+        jax.block_until_ready(kernel(
+            no_barrier, out_type=one, scratch_types=[plgpu.SMEM((512,), jnp.float32)])(x))
