@@ -8,7 +8,7 @@ An activation is a frozen dataclass, so that a model with other parameters makes
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ class SwiGLU(Activation):
         if self.limit is not None and not self.limit > 0:
             raise ArgumentError(f"limit: got {self.limit}, expected a positive number or None")
 
-    def apply(self, gate, up):
+    def apply(self, gate: Any, up: jax.Array) -> jax.Array:
         if self.limit is not None:
             limit = np.float32(self.limit)
             gate, up = jnp.minimum(gate, limit), jnp.maximum(jnp.minimum(up, limit), -limit)
@@ -75,7 +75,7 @@ class GeluTanh(Activation):
     Source: Hendrycks and Gimpel 2016, arXiv:1606.08415.
     """
 
-    def apply(self, gate, up):
+    def apply(self, gate: Any, up: jax.Array) -> jax.Array:
         twice = gate * (np.float32(1) + np.float32(0.044715) * gate * gate) * np.float32(2 * np.sqrt(2 / np.pi))
         return gate * jax.lax.logistic(twice) * up
 
@@ -96,10 +96,10 @@ class GeluErf(Activation):
         0.0309128911, -0.144663504, 0.218689313, -0.117337583, 0.138611219, 0.0600382873, 0.102770191, 0.105237068,
         0.105742124)
 
-    def apply(self, gate, up):
+    def apply(self, gate: Any, up: jax.Array) -> jax.Array:
         a = jnp.abs(gate)
         t = np.float32(1) / (np.float32(1) + np.float32(self._SLOPE) * a)
-        p = np.float32(self._COEFFICIENTS[0])
+        p: Any = np.float32(self._COEFFICIENTS[0])
         for coefficient in self._COEFFICIENTS[1:]:
             p = p * t + np.float32(coefficient)
         tail = jnp.exp(gate * gate * np.float32(-0.5)) * (t * p)
@@ -115,7 +115,7 @@ class Relu2(Activation):
 
     gated: ClassVar[bool] = False
 
-    def apply(self, gate, up):
+    def apply(self, gate: Any, up: jax.Array) -> jax.Array:
         positive = jnp.maximum(up, np.float32(0))
         return positive * positive
 
@@ -138,7 +138,7 @@ class SiTU(Activation):
             if not (value is None and name == "linear_beta") and not value > 0:
                 raise ArgumentError(f"{name}: got {value}, expected a positive number")
 
-    def apply(self, gate, up):
+    def apply(self, gate: Any, up: jax.Array) -> jax.Array:
         if self.linear_beta is not None:
             up = _soft_clip(up, self.linear_beta)
         return _soft_clip(gate, self.beta) * jax.lax.logistic(gate) * up

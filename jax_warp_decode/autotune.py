@@ -42,8 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Runs the command; bad input raises the package's errors."""
-    preset = (get_preset(options.model) if options.model
-              else Preset("x".join(map(str, options.shape)), *options.shape, format=""))
+    if options.model:
+        preset = get_preset(options.model)
+    else:
+        H, I, E, K = options.shape
+        preset = Preset("x".join(map(str, options.shape)), H, I, E, K, format="")
     _keep_memory_free()
     cases = dict.fromkeys(itertools.product(options.format, options.batch))  # each once
     autotune([Job(preset, *case) for case in cases], pathlib.Path(options.out) if options.out else None,
@@ -74,10 +77,12 @@ def autotune(jobs: list[Job], path: pathlib.Path | None = None, console: Console
     if reason := no_gpu_reason():
         raise UnsupportedError(f"autotune: measures on a GPU: {reason}")
     device = tuning.device_kind()
+    assert device is not None
     path = path or tuned_table.user_file(device)
     tuned_table.read_table(path, device)  # an error now rather than after the measurements
     workers = _workers(jobs)
-    problems, start = [], time.perf_counter()
+    problems: list[str] = []
+    start = time.perf_counter()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(f"{len(jobs)} shapes", total=sum(len(job.pairs()) for job in jobs))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jax_warp_decode.device import capability, software_refusal
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
@@ -168,14 +169,14 @@ def _bits(format: str) -> float:
 
 def _by_speed(load: float, format: str) -> list[str]:
     """The strategies, fastest first, at so many pairs per expert."""
-    names = next(r.names for r in RANKINGS[measured_format(format)] if load <= r.load)
+    names = list(next(r.names for r in RANKINGS[measured_format(format)] if load <= r.load))
     if format not in RANKINGS:  # its shared_decode was never timed, and is taken by name only
         names = [name for name in names if name != "shared_decode"]
     return [*names, *(name for name in TABLE if name not in names)]
 
 
-def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dtype, strategy: str = "auto",
-           interpret=False) -> Choice:
+def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dtype: DTypeLike, strategy: str = "auto",
+           interpret: bool = False) -> Choice:
     """The strategy for a call with `tokens` tokens, from shapes, dtypes and the device only.
 
     Args:
@@ -208,7 +209,7 @@ def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
             raise UnsupportedError(f"strategy: {strategy!r} cannot run: {why}")
         return Choice(strategy, "asked for")
     load = tokens * experts_per_token / experts.num_experts
-    skipped = {}  # reason -> the strategies it holds for
+    skipped: dict[str, list[str]] = {}  # reason -> the strategies it holds for
     for chosen in _by_speed(load, experts.format):
         if not (why := refused(chosen)):
             break

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import importlib
+import io
 import os
 import sys
 
@@ -49,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     from jax_warp_decode.device import explain_failure
     from jax_warp_decode.errors import ArgumentError, CheckpointError, UnsupportedError
 
-    if getattr(sys.stdout, "errors", None) in ("strict", "surrogateescape"):
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows question marks
     try:
         code = module.main(argparse.Namespace(**options))

@@ -235,7 +235,9 @@ def run(request: Request, console: Console) -> None:
         trial = start()
         for _ in itertools.islice(trial, 2):
             check_finite(jax.device_get(trial.logits), name)
-    tokens, logits, step = [], [], codec.stream()
+    tokens: list[int] = []
+    logits: list[jax.Array | None] = []
+    step = codec.stream()
     screen = _Screen(console, request.prompt, request.max_new_tokens)
     with screen.show():
         for ids in generation:
@@ -245,6 +247,7 @@ def run(request: Request, console: Console) -> None:
 
     found_logits = np.concatenate(jax.device_get(logits))
     check_finite(found_logits, name)
+    assert generation.prefill_seconds is not None  # a token came
     facts = {"prefill": f"{prompt.shape[1]} tokens in {generation.prefill_seconds * 1e3:,.1f} ms ({prefill.strategy})"}
     if len(tokens) == 1:
         facts["decode"] = "no step was needed for one token"

@@ -1,10 +1,12 @@
 """The weights and biases of the experts of one layer, as a pytree, with their shape rules."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jax_warp_decode import formats
 from jax_warp_decode.errors import ArgumentError
@@ -123,14 +125,16 @@ class ExpertWeights:
         """
         return self.map(lambda w: formats.quantize(w, format), *MATRICES)
 
-    def astype(self, dtype) -> "ExpertWeights":
+    def astype(self, dtype: DTypeLike) -> "ExpertWeights":
         """The same experts with plain matrices of another dtype; biases stay as they are.
 
         Raises:
           ArgumentError: quantised weights, of which this would silently make large plain ones.
         """
         if self.format not in DENSE_FORMATS.values():
-            raise ArgumentError(f"experts: got {self.format} weights, expected plain ones; `dequantize` them first")
+            size = sum(math.prod(w.shape) for w in self.weights.values()) * jnp.dtype(dtype).itemsize
+            raise ArgumentError(f"experts: got {self.format} weights, expected plain ones; in {jnp.dtype(dtype)} they "
+                                f"take {size:,} bytes, which `map(dequantize, *MATRICES)` makes if you want them")
         return self.map(lambda w: w.astype(dtype), *MATRICES)
 
     def check(self) -> None:

@@ -5,6 +5,8 @@ import dataclasses
 import functools
 import importlib.metadata
 import platform
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +35,8 @@ def _installed(distribution: str) -> str | None:
 def _example_experts(format: str) -> ExpertWeights:
     """Shapes only: experts whose dimensions every strategy takes, in one format."""
     E, I, H = 8, 256, 512
-    make = {name: lambda shape, d=dtype: jax.ShapeDtypeStruct(shape, d) for dtype, name in DENSE_FORMATS.items()}
+    make: dict[str, Callable[..., Any]] = {
+        name: lambda shape, d=dtype: jax.ShapeDtypeStruct(shape, d) for dtype, name in DENSE_FORMATS.items()}
     for name in FORMATS:
         make[name] = lambda shape, name=name: jax.eval_shape(
             functools.partial(quantize, format=name), jax.ShapeDtypeStruct(shape, jnp.bfloat16))
@@ -75,7 +78,8 @@ def collect() -> Info:
       >>> collect().strategies["reference"]
       ''
     """
-    versions = {"jax-warp-decode": jax_warp_decode.__version__, "python": platform.python_version()}
+    versions: dict[str, str | None] = {
+        "jax-warp-decode": jax_warp_decode.__version__, "python": platform.python_version()}
     versions |= {name: _installed(name) for name in ("jax", "jaxlib", "flax", *CUDA_PLUGINS)}
     counts: dict[str, int] = {}
     for device in jax.devices():

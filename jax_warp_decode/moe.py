@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jax_warp_decode import batch_axes, varying
 from jax_warp_decode.activations import Activation, get_activation
@@ -26,7 +27,7 @@ def moe(
     strategy: str = "auto",
     activation_format: str | None = None,
     weight_on: str = "output",
-    out_dtype=None,
+    out_dtype: DTypeLike | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Routed experts of one layer: y[t] = sum_k weights[t, k] * expert_{ids[t, k]}(x[t]).

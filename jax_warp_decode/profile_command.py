@@ -1,6 +1,7 @@
 """`jax-warp-decode profile`: traces decode steps on a GPU and says where each microsecond goes."""
 
 import argparse
+from typing import cast
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +59,8 @@ def run(options: argparse.Namespace, console) -> None:
     module = load_model(folder, strategy=options.strategy, dtype=jnp.bfloat16)
     model, weights = DecodeModel.of(module), DecoderWeights.from_model(module)
     if options.activation_format:
-        experts = MoeOptions((*model.experts.options, ("activation_format", options.activation_format)))
+        options_of = cast(MoeOptions, model.experts).options
+        experts = MoeOptions((*options_of, ("activation_format", options.activation_format)))
         model = dataclasses.replace(model, experts=experts)
     config, B, steps = model.config, options.batch, options.steps
 
@@ -87,7 +89,7 @@ def run(options: argparse.Namespace, console) -> None:
         weights, batch=B, context=options.context, unique=statistics.mean(len(np.unique(layer)) for layer in ids),
         expert_bytes=sum(a.nbytes for a in jax.tree.leaves(experts)) / experts.num_experts,
         row_bytes=2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize)
-    split = parts.split_parts(events, parts.kernel_scopes(step.as_text()), steps)
+    split = parts.split_parts(events, parts.kernel_scopes(step.as_text() or ""), steps)
     ceiling = read_kernel.bytes_per_us(1e9)
     console.print(table(split, nbytes, ceiling, config.num_hidden_layers))
     us = sum(part.us for part in split.values())

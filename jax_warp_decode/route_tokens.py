@@ -1,5 +1,7 @@
 """The router of a layer, from tokens to routing: one launch for few tokens on a GPU, XLA otherwise."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -63,7 +65,7 @@ def route_tokens(
     if x.shape[1] != w_router.shape[1]:
         raise ArgumentError(f"w_router: got shape {w_router.shape}, expected [E, {x.shape[1]}] to match x {x.shape}")
     router = as_router(router, renormalize)
-    arrays = dict(bias=bias, correction_bias=correction_bias, expert_scale=expert_scale)
+    arrays: dict[str, Any] = dict(bias=bias, correction_bias=correction_bias, expert_scale=expert_scale)
     if strategy != "xla":
         refused = ("" if interpret else no_gpu_reason()) or _refusal(x, w_router, router, arrays)
         if strategy == "one_launch" and refused:
@@ -93,4 +95,5 @@ def _refusal(x, w_router, router: Router, arrays: dict) -> str:
         (jnp.dtype(w_router.dtype) not in kernel.W_DTYPES, f"w_router is {w_router.dtype}"),
     ]
     refused = next((reason for holds, reason in reasons if holds), "")
-    return refused or kernel.refusal(*w_router.shape, jnp.dtype(w_router.dtype).itemsize)
+    E, H = w_router.shape
+    return refused or kernel.refusal(E, H, jnp.dtype(w_router.dtype).itemsize)

@@ -68,7 +68,8 @@ def convert(folder: Any, out: Any, weights: str = "mxfp8", progress: Report | No
     shards: dict[Path, list[str]] = {}
     for name, tensor in opened.tensors.items():
         shards.setdefault(tensor.file, []).append(name)
-    total, done, weight_map, size = sum(t.nbytes for t in opened.tensors.values()), 0, {}, 0
+    total, done, size = sum(t.nbytes for t in opened.tensors.values()), 0, 0
+    weight_map: dict[str, str] = {}
     out.mkdir(parents=True, exist_ok=True)
     plain: list[tuple[str, tuple[int, ...]]] = []
     with reporting(f"converting {opened.path.name}", progress) as report:
@@ -116,6 +117,7 @@ class _Converter:
             block = self._source.family.block_name(self._source.architecture, layer)
             shared = ".shared." in slot.param
             storage = self._source.family.shared if shared else self._storage
+            assert storage is not None  # or there would be no such slot
             for number, part, entry in _matrices(slot, stored):
                 matrix = np.empty(part.target_shape, reader.DTYPES[stored.dtype])
                 part.read(entry, matrix)

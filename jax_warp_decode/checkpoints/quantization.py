@@ -16,7 +16,7 @@ MAX_PATTERNS = 100
 
 # (quant_method, block) -> format and what the name of a scale adds to the name of its weight. transformers, vLLM and
 # SGLang say weight_scale_inv for both eight-bit formats, although the scales multiply; block 32 is our own older form.
-METHODS = {
+METHODS: dict[tuple[str, Any], Encoding] = {
     ("fp8", (128, 128)): Encoding("fp8_block128", "_scale_inv"),
     ("mxfp8", (1, 32)): Encoding("mxfp8", "_scale_inv"),
     ("mxfp8", 32): Encoding("mxfp8", "_scale"),

@@ -74,12 +74,14 @@ class _Source:
 
     def __init__(self, model: Decoder, expert_format: str | None):
         self._model, self._format = model, expert_format
-        self._param, self._parts = "", {}
+        self._param = ""
+        self._parts: dict[str, np.ndarray] = {}
 
     def read(self, slot: Slot) -> np.ndarray:
         if slot.param != self._param:
             value = find_param(self._model, slot.param).get_value()
             if slot.part and not isinstance(value, QuantizedArray):
+                assert self._format is not None  # else no slot has parts
                 value = quantize(value, self._format)
             parts = {"values": value.values, "scales": value.scales} if slot.part else {"": value}
             self._param, self._parts = slot.param, {part: np.asarray(array) for part, array in parts.items()}
@@ -92,10 +94,10 @@ def _target_format(model: Decoder, format: str | None) -> str | None:
     """Format of the experts in the folder; None for plain ones."""
     if format is not None and format not in SAVED_FORMATS:
         raise ArgumentError(f"format: got {format!r}, expected None or one of {sorted(SAVED_FORMATS)}")
-    held = {layer.moe.experts.format for layer in model.layers}
-    if len(held) > 1:
-        raise ArgumentError(f"model: got layers with experts in {sorted(held)}, expected one format in all layers")
-    held = held.pop()
+    formats = {layer.moe.experts.format for layer in model.layers}
+    if len(formats) > 1:
+        raise ArgumentError(f"model: got layers with experts in {sorted(formats)}, expected one format in all layers")
+    held = formats.pop()
     if held in FORMATS and held not in SAVED_FORMATS:
         raise ArgumentError(f"model: got {held} experts, expected one of {sorted(SAVED_FORMATS)} or plain ones; "
                             "dequantise them")

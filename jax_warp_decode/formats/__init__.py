@@ -2,6 +2,8 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.formats.block_fp8 import FP8_BLOCK128, FP8_CHANNEL, FP8_TENSOR
@@ -19,7 +21,7 @@ FORMATS = {f.name: f for f in (
     MXFP8, MXFP8_E5M2, MXFP4, NVFP4, FP8_BLOCK128, FP8_CHANNEL, FP8_TENSOR, INT8_CHANNEL, INT4_GROUP32)}
 
 
-def quantize(x: jax.Array, format: str) -> QuantizedArray:
+def quantize(x: jax.Array | np.ndarray, format: str) -> QuantizedArray:
     """Quantises an array along its last axis, its last two where blocks have rows.
 
     Args:
@@ -44,6 +46,6 @@ def quantize(x: jax.Array, format: str) -> QuantizedArray:
     return spec.quantize(x)
 
 
-def dequantize(w: jax.Array | QuantizedArray, dtype=jnp.float32) -> jax.Array:
+def dequantize(w: jax.Array | QuantizedArray, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """A weight as a plain array of `dtype`: decodes a `QuantizedArray`, casts anything else."""
     return w.dequantize(dtype) if isinstance(w, QuantizedArray) else jnp.asarray(w).astype(dtype)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from jax_warp_decode.formats.elements import (
     E4M3,
@@ -97,7 +98,7 @@ def _encode(x, element, dtype):
     return rounded.astype(dtype), scales
 
 
-def dequantize_mxfp8(values: jax.Array, scales: jax.Array, dtype=jnp.float32) -> jax.Array:
+def dequantize_mxfp8(values: jax.Array, scales: jax.Array, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """Decodes MXFP8: value * 2^(scale byte - 127), exactly, for all 256 values and all 256 scale bytes.
 
     Scale byte 255 and the value codes 0x7F and 0xFF give NaN. Products beyond float32's range (at least 2^128) give

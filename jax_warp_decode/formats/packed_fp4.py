@@ -50,7 +50,8 @@ def quantize_mxfp4(x: jax.Array) -> QuantizedArray:
       ('0x44', [8.0, 8.0])
     """
     MXFP4.check_input(x)
-    return QuantizedArray(*_encode_mxfp4(jnp.asarray(x)), MXFP4.name)
+    values, scales = _encode_mxfp4(jnp.asarray(x))
+    return QuantizedArray(values, scales, MXFP4.name)
 
 
 def quantize_nvfp4(x: jax.Array) -> QuantizedArray:

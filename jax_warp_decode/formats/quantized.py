@@ -3,10 +3,12 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jax_warp_decode.errors import ArgumentError
 
@@ -38,7 +40,7 @@ class Format:
     block: int
     values_dtype: jnp.dtype
     scales_dtypes: tuple[jnp.dtype, ...]
-    quantize: "Callable[[jax.Array], QuantizedArray]"
+    quantize: "Callable[[Any], QuantizedArray]"
     dequantize: "Callable[[QuantizedArray, jnp.dtype], jax.Array]"
     global_scale: bool = False
 
@@ -66,15 +68,16 @@ class Format:
         """Shape of `global_scale` for an array of this shape, if the format has one."""
         return (*shape[:-2], 1, 1)
 
-    def structs(self, shape: tuple[int, ...], scales_dtype=None) -> "QuantizedArray":
+    def structs(self, shape: tuple[int, ...], scales_dtype: DTypeLike | None = None) -> "QuantizedArray":
         """The parts of an array of this shape as `jax.ShapeDtypeStruct`, for ahead-of-time compiling and loaders."""
         self.check_shape("shape", shape)
+        struct: Any = jax.ShapeDtypeStruct  # a pytree holds any leaves, its fields are typed as what they usually are
         return QuantizedArray(
-            jax.ShapeDtypeStruct(self.values_shape(shape), self.values_dtype),
-            jax.ShapeDtypeStruct(self.scales_shape(shape), scales_dtype or self.scales_dtypes[0]), self.name,
-            jax.ShapeDtypeStruct(self.global_scale_shape(shape), jnp.float32) if self.global_scale else None)
+            struct(self.values_shape(shape), self.values_dtype),
+            struct(self.scales_shape(shape), scales_dtype or self.scales_dtypes[0]), self.name,
+            struct(self.global_scale_shape(shape), jnp.float32) if self.global_scale else None)
 
-    def nbytes(self, shape: tuple[int, ...], scales_dtype=None) -> int:
+    def nbytes(self, shape: tuple[int, ...], scales_dtype: DTypeLike | None = None) -> int:
         """Bytes of memory of an array of this shape, scales included; `scales_dtype` defaults to the first one.
 
         Example:
@@ -164,8 +167,12 @@ class QuantizedArray:
         """Bytes of all parts together."""
         return sum(math.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in jax.tree.leaves(self))
 
-    def dequantize(self, dtype=jnp.float32) -> jax.Array:
-        """The array it stands for, in `dtype`. Raises `ArgumentError` as `check` does, or for other than floats."""
+    def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
+        """The array it stands for, a copy of prod(shape) * itemsize bytes in `dtype`.
+
+        Raises:
+          ArgumentError: as `check`, and for a dtype that is not floating.
+        """
         if not jnp.issubdtype(dtype, jnp.floating):
             raise ArgumentError(f"dtype: got {dtype}, expected a floating dtype such as float32 or bfloat16")
         self.check("QuantizedArray")
@@ -199,8 +206,8 @@ class QuantizedArray:
                     f"{name}.{part}: got dtype {dtype}, expected {' or '.join(map(str, dtypes))} for format "
                     f"{self.format!r}; {_dtype_hint(part, dtype, spec)}")
         if (self.global_scale is None) == spec.global_scale:
-            got, want = ("None", "float32 [..., 1, 1]") if spec.global_scale else ("an array", "None")
-            raise ArgumentError(f"{name}.global_scale: got {got}, expected {want} for format {self.format!r}")
+            got, needed = ("None", "float32 [..., 1, 1]") if spec.global_scale else ("an array", "None")
+            raise ArgumentError(f"{name}.global_scale: got {got}, expected {needed} for format {self.format!r}")
         if not spec._holds(self.shape):
             pack = spec.values_per_item
             packed = f", {self.shape[-1]} values at {pack} a byte" if pack > 1 and self.ndim else ""

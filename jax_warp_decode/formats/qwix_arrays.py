@@ -55,7 +55,7 @@ def to_qwix(q: QuantizedArray) -> "qwix.QArray":
     values = q.values
     if q.format != MXFP8.name:
         values = e2m1_from_codes(unpack_nibbles(jnp.asarray(values))).astype(jnp.float4_e2m1fn)
-    scale = scales.astype(jnp.float32) * q.global_scale if q.format == NVFP4.name else e8m0_to_float32(scales)
+    scale = e8m0_to_float32(scales) if q.global_scale is None else scales.astype(jnp.float32) * q.global_scale
     return _qwix().QArray(values, scale, None, q.format)
 
 

@@ -1,6 +1,7 @@
 """What the grouped kernels work on: slots sorted by expert, in groups that start at multiples of 8, and their tiles."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jax import lax
 from jax_warp_decode.kernels import grouped_sort
 from jax_warp_decode.kernels.grouped_config import ROW_ALIGNMENT
 
-IN_BOUNDS = dict(mode="promise_in_bounds", wrap_negative_indices=False)
+IN_BOUNDS: dict[str, Any] = dict(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 @jax.tree_util.register_dataclass

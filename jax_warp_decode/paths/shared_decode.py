@@ -52,8 +52,9 @@ def refusal(tokens: int, experts_per_token: int, experts: ExpertWeights, x_dtype
     try:
         for name, w, matrices in (("w_gate", experts.w_gate, 2), ("w_down", experts.w_down, 1)):
             format = shared_common.stream_format(name, w)
+            n, cols = w.shape[-2:]
             shared_common.check_sizes(
-                name, *w.shape[-2:], tokens, experts_per_token, experts.num_experts, format, matrices)
+                name, n, cols, tokens, experts_per_token, experts.num_experts, format, matrices)
     except (ArgumentError, UnsupportedError) as error:
         return str(error)
     return shared_common.device_refusal()
