@@ -57,14 +57,15 @@ def suite(name: str, report: dict) -> list[str]:
 
 
 def parallel(name: str, report: dict) -> list[str]:
-    """Microseconds per layer on two GPUs and, in brackets, their share of one GPU's."""
+    """Microseconds per layer on two GPUs; in brackets, their share of one GPU's, and that of the all-reduce in them."""
     results = [r for r in report["results"] if "us" in r and r["collectives"] in (None, "none", "nccl")]
     batches, rows = sorted({r["batch"] for r in results}), []
     one = {r["batch"]: r["us"] for r in results if r["layout"] == "one"}
     for layout, title in (("one", "one GPU"), ("EP2", "two GPUs, experts split"), ("TP2", "two GPUs, I split")):
         row = {r["batch"]: r for r in results if r["layout"] == layout}
         rows.append([results[0]["model"], title, *(
-            f"{row[b]['us']:.1f}" + (f" ({row[b]['us'] / one[b]:.2f})" if layout != "one" else "") if b in row else ""
+            "" if b not in row else f"{row[b]['us']:.1f}" if layout == "one" else
+            f"{row[b]['us']:.1f} ({row[b]['us'] / one[b]:.2f}, {row[b]['collective_us'] / row[b]['us']:.0%})"
             for b in batches)])
     return [*table(["model", "devices", *(f"B={b}" for b in batches)], rows), *source(report["meta"], name)]
 
@@ -74,14 +75,17 @@ def decode(name: str, report: dict) -> list[str]:
     rows = [r for r in report["results"] if "tokens_per_s" in r and r["attention"] == "fused"]
     strategies = list(dict.fromkeys(r["strategy"] for r in rows))
     lines = []
-    for batch, context in sorted({(r["batch"], r["context"]) for r in rows}):
-        found = {r["strategy"]: r for r in rows if (r["batch"], r["context"]) == (batch, context)}
-        lines.append([rows[0]["format"], batch, f"{context:,}", *(
+    cases = dict.fromkeys((r["format"], r["batch"], r["context"]) for r in rows)
+    for case in sorted(cases, key=lambda case: case[1:]):
+        found = {r["strategy"]: r for r in rows if (r["format"], r["batch"], r["context"]) == case}
+        format, batch, context = case
+        lines.append([format, batch, f"{context:,}", *(
             f"{found[s]['tokens_per_s']:,.0f} ({found[s]['fraction_of_read']:.0%})" if s in found else ""
             for s in strategies)])
     titles = {"auto": "`auto` (`warp_decode`)", **NAMES}
+    drawn = (RESULTS / name).with_suffix(".png").exists()
     return [*table(["weights", "B", "context", *(titles.get(s, s) for s in strategies)], lines),
-            *source(report["meta"], name)]
+            *source(report["meta"], name, image="Tokens per second, where time goes, stages and their bytes" * drawn)]
 
 
 def formats(name: str, report: dict) -> list[str]:
