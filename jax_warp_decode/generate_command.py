@@ -9,7 +9,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", action="append", required=True, metavar="TEXT",
                         help="text to continue; repeat it for several, which decode together")
     parser.add_argument("--checkpoint", metavar="DIR",
-                        help="a Hugging Face folder of Qwen3-MoE (default: the bundled model)")
+                        help="a Hugging Face folder of Qwen3-MoE, Mixtral or gpt-oss (default: the bundled model)")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T",
                         help="0 takes the most likely token every time (default: %(default)s)")
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace, console) -> None:
     from jax_warp_decode.errors import ArgumentError
     from jax_warp_decode.models.decode_loop import generate_ragged
     from jax_warp_decode.models.decode_step import DecodeModel, DecoderWeights
-    from jax_warp_decode.text import codec_for
+    from jax_warp_decode.text import codec_for, end_tokens
 
     if not all(options.prompt):
         raise ArgumentError("prompt: got an empty text, expected at least one character to continue")
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace, console) -> None:
         raise ArgumentError(f"seed: got {options.seed}, expected a number of 64 bits")
     folder = bundled_model("bf16") if options.checkpoint is None else pathlib.Path(options.checkpoint)
     module = load_model(folder, strategy=options.strategy, dtype=jnp.bfloat16)
-    codec = codec_for(folder, module.config.vocab_size)
+    codec, ends = codec_for(folder, module.config.vocab_size), end_tokens(folder)
     model, weights = DecodeModel.of(module), DecoderWeights.from_model(module)
     prompts = [codec.encode(text) for text in options.prompt]
 
@@ -63,12 +63,18 @@ def run(options: argparse.Namespace, console) -> None:
         for _ in itertools.islice(start(min(options.max_new_tokens, 1 + CHUNK)), 2):
             pass
     generation = start(options.max_new_tokens)
-    streams = [codec.stream() for _ in prompts]
+    unfinished = {number: codec.stream() for number in range(len(prompts))}
     screen = _Screen(console, options.prompt)
     with screen.show():
         for ids in generation:
-            for number, (column, stream) in enumerate(zip(ids.T.tolist(), streams, strict=True)):
-                screen.add(number, "".join(map(stream, column)))
+            for number, stream in list(unfinished.items()):
+                column = ids[:, number].tolist()
+                end = next((i for i, token in enumerate(column) if token in ends), None)
+                screen.add(number, "".join(map(stream, column[:end])))
+                if end is not None:
+                    del unfinished[number]
+            if not unfinished:
+                break
     rate = generation.tokens_per_second
     speed = "" if rate != rate else (f", {rate:,.0f} tokens/s per prompt, {rate * len(prompts):,.0f} in all, "
                                      f"{1e3 / rate:,.2f} ms per step")

@@ -6,7 +6,7 @@ from typing import cast
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", metavar="DIR",
-                        help="a Hugging Face folder of Qwen3-MoE (default: the bundled model)")
+                        help="a Hugging Face folder of Qwen3-MoE, Mixtral or gpt-oss (default: the bundled model)")
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="rows (default: %(default)s)")
     parser.add_argument("--context", type=int, default=256, metavar="S",
                         help="cached positions that each row sees (default: %(default)s)")

@@ -5,7 +5,10 @@ import pathlib
 from collections.abc import Callable
 from typing import Protocol
 
+from jax_warp_decode.checkpoints.reader import CONFIG_FILE, MAX_CONFIG_BYTES, read_json
 from jax_warp_decode.errors import CheckpointError, UnsupportedError
+
+GENERATION_FILE = "generation_config.json"
 
 
 class TextCodec(Protocol):
@@ -83,3 +86,27 @@ def codec_for(folder: str | pathlib.Path, vocab_size: int) -> TextCodec:
             f"checkpoint: {folder} has no tokenizer.json and its vocab_size is {vocab_size}, expected a tokenizer.json "
             f"or a byte-level model (vocab_size 256); copy the tokenizer.json of the model into the folder")
     return ByteCodec()
+
+
+def end_tokens(folder: pathlib.Path) -> frozenset[int]:
+    """Token ids that end a text, of a checkpoint folder: `eos_token_id` of generation_config.json, else of config.json.
+
+    Raises:
+      CheckpointError: one that is no token id.
+
+    Source: GenerationConfig of Hugging Face transformers.
+
+    Example:
+      >>> from jax_warp_decode.demo import bundled_model
+      >>> from jax_warp_decode.text import end_tokens
+      >>> end_tokens(bundled_model("bf16"))
+      frozenset()
+    """
+    for path in (folder / GENERATION_FILE, folder / CONFIG_FILE):
+        found = read_json(path, MAX_CONFIG_BYTES).get("eos_token_id") if path.is_file() else None
+        if found is not None:
+            ids = found if isinstance(found, list) else [found]
+            if not all(type(token) is int and token >= 0 for token in ids):
+                raise CheckpointError(f"{path}: got eos_token_id {found!r}, expected a token id or a list of them")
+            return frozenset(ids)
+    return frozenset()

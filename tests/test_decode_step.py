@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import io
+import json
 import pathlib
 import re
 
@@ -14,7 +15,7 @@ from flax import nnx
 from rich.console import Console
 from tiny_models import filled
 
-from jax_warp_decode import ArgumentError, UnsupportedError, generate_command, profile_command
+from jax_warp_decode import ArgumentError, CheckpointError, UnsupportedError, generate_command, profile_command
 from jax_warp_decode.checkpoints import load_model, save_qwen3_moe
 from jax_warp_decode.kernels.dense_rows import dense_rows
 from jax_warp_decode.kernels.rms_norm import rms_norm
@@ -196,11 +197,22 @@ def test_the_generate_command_continues_several_prompts_at_once(module, tmp_path
     generate_command.add_arguments(parser)
     console = Console(file=io.StringIO(), width=200)
     words = ["--prompt", "The with", "--prompt", "Return a new list of", "--max-new-tokens", "6"]
-    generate_command.run(
-        parser.parse_args([*words, "--checkpoint", str(tmp_path), "--strategy", "reference"]), console)
+    options = parser.parse_args([*words, "--checkpoint", str(tmp_path), "--strategy", "reference"])
+    generate_command.run(options, console)
     both = console.file.getvalue()
     assert both.startswith("[1] The with") and "tokens/s per prompt" in both
-    assert re.search(r"^\[2\] Return a new list of.+$", both, re.MULTILINE), "something was added"
+    added = re.search(r"^\[2\] Return a new list of(.+)$", both, re.MULTILINE)[1]
+    assert len(added) == 6
+
+    # The same again, with a byte of the second text as the end of every text.
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [ord(added[3])]}))
+    console = Console(file=io.StringIO(), width=200)
+    generate_command.run(options, console)
+    kept = added[:added.index(added[3])]
+    assert re.search(rf"^\[2\] Return a new list of{re.escape(kept)}$", console.file.getvalue(), re.MULTILINE)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(CheckpointError, match="generation_config.json: got eos_token_id '</s>'"):
+        generate_command.run(options, console)
 
 
 def test_the_profile_command_needs_a_gpu():
