@@ -1,5 +1,7 @@
 """Warp decode with dots on the tensor cores, its PTX executed on the CPU, against float64."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,6 +98,29 @@ def test_down(machines, format, H, I, config, dtype):
             want += share * (own @ row + bias)
             allowed += bound(I + K, share * (np.abs(own) @ np.abs(row) + np.abs(bias)))
         assert (np.abs(np.asarray(y[t], np.float64) - want) <= allowed).all()
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4"])
+def test_every_byte(machines, format):
+    """Rows with one weight each, which the activation picks: all scale bytes, then all value bytes."""
+    ids, weights = np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32)
+    zeros = quantize(jnp.zeros((1, 256, 64)), format)
+    h = jnp.zeros((1, 1, 64), jnp.bfloat16).at[0, 0, 5].set(1.5)
+
+    def run(values, scales):
+        def like(a, stored):
+            return stored if a.dtype == stored.dtype else jax.lax.bitcast_convert_type(stored, a.dtype)
+
+        w = dataclasses.replace(zeros, values=like(zeros.values, values), scales=like(zeros.scales, scales))
+        y = moe_down_3d_batched(h, ids, weights, w, out_dtype=jnp.float32, config=DownTensorConfig(2, 1, 4, 1))
+        return np.asarray(y[0]), exact(w)[0, :, 5] * 1.5
+
+    place, one = (5, 0x38) if format == "mxfp8" else (2, 0x20)  # two four-bit values a byte, the odd one above
+    every, of_one = np.arange(256, dtype=np.uint8), np.full(256, one, np.uint8)
+    for values, scales in ((of_one, every), (every, np.full(256, 127, np.uint8))):
+        stored = jnp.zeros(zeros.values.shape, jnp.uint8).at[0, :, place].set(values)
+        got, want = run(stored, jnp.full(zeros.scales.shape, 127, jnp.uint8).at[0, :, 0].set(scales))
+        np.testing.assert_array_equal(got, want.astype(np.float32))
 
 
 def test_a_layer_of_a_stack_and_a_token_with_nan(machines):
