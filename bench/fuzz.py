@@ -16,7 +16,7 @@ import time
 import hypothesis
 import numpy as np
 
-from bench.report import metadata
+from bench.report import metadata, replace_text
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests"))
 
@@ -53,8 +53,7 @@ def main(arguments=None) -> int:
         layers={layer.id: dict(examples=len(done), elements_with_a_bound=share(done))
                 for layer, done in shares.items()})
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "fuzz.json").write_text(json.dumps(report, indent=1) + "\n")
+        replace_text(options.out / "fuzz.json", json.dumps(report, indent=1) + "\n")
     return 1 if failures else 0
 
 

@@ -20,7 +20,7 @@ import time
 import jax
 import numpy as np
 
-from bench.report import metadata
+from bench.report import metadata, replace_text
 from jax_warp_decode.checkpoints import load_qwen3_moe
 from jax_warp_decode.demo import bundled_model
 from jax_warp_decode.models.generate import generate
@@ -107,8 +107,7 @@ def main(arguments=None) -> int:
     for problem in problems:
         print("   <-", problem)
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "long_run.json").write_text(json.dumps(report, indent=1) + "\n")
+        replace_text(options.out / "long_run.json", json.dumps(report, indent=1) + "\n")
     return 1 if problems else 0
 
 

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 
-from bench.report import metadata
+from bench.report import metadata, replace_text
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FUZZ = "tests/test_fuzz.py::test_random_layers"
@@ -195,8 +195,7 @@ def main(arguments=None) -> int:
     report = dict(about, faults=len(results), found=len(results) - len(survived), clean=clean.stdout.splitlines()[-1:],
                   not_found=survived, results=list(results.values()))
     if path:
-        options.out.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1) + "\n")
+        replace_text(path, json.dumps(report, indent=1) + "\n")
     print(f"{report['found']} of {report['faults']} faults found")
     return 1 if survived or clean.returncode else 0
 

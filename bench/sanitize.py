@@ -27,7 +27,7 @@ import tempfile
 import time
 
 from bench import sanitize_cases
-from bench.report import commit
+from bench.report import commit, replace_text
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
@@ -188,8 +188,7 @@ def main(arguments=None) -> int:
         meta=dict(command="python -m bench.sanitize --out OUT", commit=commit(),
                   sanitizer=version, seconds=round(time.monotonic() - begin, 1), environment=SAME_PLACE),
         tools=reports)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "sanitize.json").write_text(json.dumps(report, indent=1) + "\n")
+    replace_text(options.out / "sanitize.json", json.dumps(report, indent=1) + "\n")
     for r in reports:
         late = sum(c["outcome"] == "no time left" for c in r["cases"])
         refused = sum(c["outcome"].startswith("refused") for c in r["cases"])

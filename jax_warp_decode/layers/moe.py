@@ -232,8 +232,7 @@ class MoE(nnx.Module):
 
     @property
     def experts(self) -> ExpertWeights:
-        """The weights of routed and shared experts, [E + S, ..], as `moe` takes them; [E, ..] where `shared` has some.
-        """
+        """The weights of routed and shared experts, [E + S, ..], as `moe` takes them; [E, ..] beside a `shared`."""
         return expert_params.read(self)
 
     @property

@@ -8,7 +8,6 @@ Where nothing is differentiated, a Hopper GPU runs the same in two kernels of ou
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +21,9 @@ from jax_warp_decode.formats import FORMATS, QuantizedArray, dequantize
 from jax_warp_decode.gradients import reverse_only, widen, without_gradient
 from jax_warp_decode.paths import grouped_kernels, grouped_layer
 from jax_warp_decode.paths.grouped_gemm import grouped_gemm, grouped_outer
+from jax_warp_decode.paths.grouped_plan import IN_BOUNDS
 from jax_warp_decode.routing import Routing
 
-# For indices that come from a sort: without it, XLA adds kernels that wrap and clamp them.
-IN_BOUNDS: dict[str, Any] = dict(mode="promise_in_bounds", wrap_negative_indices=False)
 REVERSE_ONLY = ("strategy: 'expert_centric' has gradients in reverse mode only (grad, vjp, of any order); use "
                 "strategy='reference' for jvp, jacfwd, linearize and hessian")
 

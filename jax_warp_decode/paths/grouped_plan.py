@@ -10,6 +10,7 @@ from jax import lax
 from jax_warp_decode.kernels import grouped_sort
 from jax_warp_decode.kernels.grouped_config import ROW_ALIGNMENT
 
+# For indices that come from a sort: without it, XLA adds kernels that wrap and clamp them.
 IN_BOUNDS: dict[str, Any] = dict(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
