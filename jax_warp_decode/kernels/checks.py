@@ -103,15 +103,6 @@ def format_of(name: str, w: Weight) -> str:
     return weight_format(w)
 
 
-def weight_itemsize(name: str, w: Weight) -> int:
-    """Bytes per stored value of a weight, of which there is one for dense formats and one for MXFP8."""
-    format = format_of(name, w)
-    if isinstance(w, QuantizedArray) and format != "mxfp8":
-        raise UnsupportedError(f"{name}: got format {format!r}, expected 'mxfp8' or dense bf16 or f16; "
-                               f"requantise, or {WAY_OUT}")
-    return 1 if format == "mxfp8" else 2
-
-
 def dimensions(name: str, cols: int, n: int, format: str) -> None:
     """Refuses a weight [n, cols] that no `RowTile` can walk."""
     if cols % 32 or n % 32 or not cols:
