@@ -26,7 +26,7 @@ from jax_warp_decode.activations import get_activation
 from jax_warp_decode.kernels.grouped_config import GroupedConfig
 from jax_warp_decode.measure import inputs, timing
 from jax_warp_decode.measure.variants import Variant, attempt, compare, compile_reference, describe, measure
-from jax_warp_decode.paths import expert_centric, grouped_layer, grouped_plan
+from jax_warp_decode.paths import grouped_layer, grouped_plan
 from jax_warp_decode.presets import PRESETS, get_preset
 
 TOLERANCE = 1e-2  # relative L2 error
@@ -37,36 +37,27 @@ MOST_PROCESSES = 4  # of a group
 LOST = re.compile(r"CUDA_ERROR|illegal (memory|instruction)|misaligned|unspecified launch", re.IGNORECASE)
 MATMUL = 8192
 # What to try besides the heuristic's configuration, and format, tokens and trials of each case. A trial: widths,
-# stages, CTAs in a cluster, whether gate_up gathers, whether a kernel of its own makes the plan.
-SMALL = (((32,), 6, 1, False, True), ((32,), 6, 1, True, True), ((16, 32), 6, 1, False, True))
-ONE_CTA = (((64, 144), 3, 1, False, True), ((64, 144), 3, 1, True, True),
-           ((48, 96, 144), 3, 1, True, True))
-TWO_CTAS = (((144,), 3, 2, False, True), ((128, 144), 3, 2, False, True), ((128, 144), 3, 2, True, True),
-            ((64, 128), 4, 2, True, True), ((96, 128, 160), 3, 2, True, True))
+# stages, CTAs in a cluster.
+WIDE = (((128, 144), 4, 1), ((128, 144), 4, 2))
 GROUPS = {
-    "one_cta": [("bf16", 4096, ONE_CTA)],
-    "two_ctas": [("bf16", 4096, TWO_CTAS)],
-    "small": [(format, T, SMALL) for T in (32, 256) for format in ("bf16", "mxfp8")],
-    "mxfp8": [("mxfp8", 4096, (ONE_CTA[0], TWO_CTAS[1], TWO_CTAS[2]))],
-    "large": [("bf16", 8192, (ONE_CTA[0], *TWO_CTAS[1:3])), ("bf16", 1024, (((80,), 4, 1, True, True),))],
+    "bf16": [("bf16", 4096, (((64, 144), 3, 1), *WIDE))],
+    "large": [("bf16", 8192, WIDE)],
+    "mxfp8": [("mxfp8", 4096, (((64, 144), 3, 1), WIDE[0]))],
+    "small": [("bf16", 256, ()), ("mxfp8", 256, ()), ("bf16", 1024, (((64, 80), 4, 1),)),
+              ("bf16", 2048, (((128, 160), 3, 1),))],
 }
 
 
-def variants(preset, format, T, trials):
+def variants(preset, format, T, trials, make_plan):
     """Name and layer (x, routing, experts) -> y of each way to run the case."""
     silu = get_activation("silu")
-    if format == "bf16" and T in (32, 256, 1024):
-        yield "stages", functools.partial(expert_centric.stages, activation=silu)
     heuristic = GroupedConfig.heuristic(
         T * preset.experts_per_token, preset.num_experts, grouped_layer.ITEMSIZE[format])
-    yield f"heuristic {heuristic.widths} {heuristic.stages}", grouped_layer.op(silu)
-    for widths, stages, cluster, gathered, kernel in trials:
-        name = f"{'x'.join(map(str, widths))} {stages}" + " cluster" * (cluster > 1) + " gather" * gathered + (
-            " plan" * kernel)
+    yield f"heuristic {heuristic.widths} {heuristic.stages}", grouped_layer.op(silu, None, make_plan)
+    for widths, stages, cluster in trials:
+        name = f"{'x'.join(map(str, widths))} {stages}" + " cluster" * (cluster > 1)
         config = attempt(functools.partial(GroupedConfig, widths, stages, cluster=cluster))
-        make_plan = grouped_plan.plan_on_gpu if kernel else grouped_plan.plan
-        yield name, config if isinstance(config, Exception) else grouped_layer.op(
-            silu, (config, config), gathered, make_plan)
+        yield name, config if isinstance(config, Exception) else grouped_layer.op(silu, (config, config), make_plan)
 
 
 def in_dtype_of_x(layer):
@@ -133,12 +124,12 @@ def child(options) -> None:
         row = attempt(ALONE[options.child])
         say(row=dict(variant=options.child, error=describe(row)) if isinstance(row, Exception) else row)
         return
-    if options.xla_plan:
-        grouped_plan.plan_on_gpu = grouped_plan.plan
+    make_plan = grouped_plan.plan if options.xla_plan else grouped_plan.plan_on_gpu
     preset, done = get_preset(options.model), json.loads(options.done)
     format_of, experts = None, None
     for format, T, trials in GROUPS[options.child]:
-        named = [(name, layer) for name, layer in variants(preset, format, T, trials) if [format, T, name] not in done]
+        named = [(name, layer) for name, layer in variants(preset, format, T, trials, make_plan)
+                 if [format, T, name] not in done]
         if not named:
             continue
         try:

@@ -1,11 +1,12 @@
 """compute-sanitizer over every kernel: memcheck, initcheck, racecheck and synccheck, on small and hostile inputs.
 
-    python -m bench.sanitize --out bench/results [--seconds 170] [--tool memcheck ...] [--filter NAME]
+    python -m bench.sanitize --out bench/results [--seconds 170] [--tool memcheck ...] [--filter NAME] [--processes 4]
 
-Each tool watches a process of its own with the same cases (bench.sanitize_cases), all tools side by side on one GPU.
-Every buffer is an allocation of its own there, so that memcheck sees a read beyond any of them, and the results are
-compared with the float64 oracle, so that a case which computed nothing cannot pass. The last case of a tool is a kernel
-with a planted fault that it must find (synccheck has none).
+Each tool watches processes of its own with the same cases (bench.sanitize_cases), all side by side on one GPU; the
+processes of a tool take turns in the cases, most of whose time is compiling. Every buffer is an allocation of its own
+there, so that memcheck sees a read beyond any of them, and the results are compared with the float64 oracle, so that a
+case which computed nothing cannot pass. The last case of a tool is a kernel with a planted fault that it must find
+(synccheck has none).
 
 Writes sanitize.json: per tool the findings by kernel, those in kernels of this package (Mosaic GPU kernels) apart from
 those in kernels of XLA and in copies to the host, the outcome of every case, and the end of the log. Exit code 1: a
@@ -35,6 +36,7 @@ PLANTED = {"memcheck", "initcheck", "racecheck"}  # tools whose run ends with a 
 # body: the grouped GEMM of JAX that expert_centric runs; the last two are Triton's.
 OUR_KERNELS = re.compile(r"moe_|mosaic_gpu|^body|^rms_norm|^decode_attention")
 MOST_PRINTED = 20000  # findings that a tool writes down
+KILLED = "killed at the time limit"
 SAME_PLACE = dict(  # for a process under compute-sanitizer
     XLA_PYTHON_CLIENT_ALLOCATOR="platform",  # every buffer from cuMemAlloc, none inside another
     XLA_PYTHON_CLIENT_PREALLOCATE="false",
@@ -54,10 +56,12 @@ def child(options) -> None:
 
     with open(options.results, "w", buffering=1) as results:
         write = lambda **record: results.write(json.dumps(record) + "\n")
-        write(device=jax.devices()[0].device_kind, jax=jax.__version__, startup=time.monotonic() - begin)
-        for name, run in sanitize_cases.cases():
-            if options.filter not in name:
-                continue
+        chosen = [case for case in sanitize_cases.cases() if options.filter in case[0]]
+        chosen = chosen[options.share::options.processes]
+        planted = ["planted"] if options.tool[0] in PLANTED and options.share == 0 else []
+        write(device=jax.devices()[0].device_kind, jax=jax.__version__, startup=time.monotonic() - begin,
+              planned=[name for name, _ in chosen] + planted)
+        for name, run in chosen:
             if time.monotonic() - begin > options.seconds:
                 write(case=name, outcome="no time left")
                 continue
@@ -69,7 +73,7 @@ def child(options) -> None:
             except Exception as error:  # the others still run, unless the device is lost
                 outcome = f"FAILED {type(error).__name__}: {str(error)[-600:]}"
             write(case=name, outcome=outcome, seconds=round(time.monotonic() - start, 2))
-        if options.tool[0] in PLANTED:
+        if planted:
             write(case="planted", outcome="started")
             try:
                 sanitize_cases.planted(options.tool[0])
@@ -117,41 +121,63 @@ def where(finding) -> str:
     return "xla" if finding["kernel"] else "host"
 
 
-def start(sanitizer, tool, folder, options):
-    command = [sanitizer, "--tool", tool, "--log-file", str(folder / f"{tool}.log"), "--print-limit", str(MOST_PRINTED),
+def start(sanitizer, tool, share, folder, options):
+    name = f"{tool}-{share}"
+    command = [sanitizer, "--tool", tool, "--log-file", str(folder / f"{name}.log"), "--print-limit", str(MOST_PRINTED),
                "--show-backtrace", "no"]
     if tool == "memcheck":
         command += ["--report-api-errors", "no"]  # jax asks the driver for functions that it may not have
     command += [sys.executable, "-m", "bench.sanitize", "--child", "--tool", tool, "--seconds", str(options.seconds),
-                "--results", str(folder / f"{tool}.jsonl"), "--filter", options.filter]
-    with open(folder / f"{tool}.out", "w") as out:
+                "--results", str(folder / f"{name}.jsonl"), "--filter", options.filter,
+                "--processes", str(options.processes), "--share", str(share)]
+    with open(folder / f"{name}.out", "w") as out:
         return subprocess.Popen(
             command, cwd=ROOT, stdout=out, stderr=out, env=os.environ | SAME_PLACE, start_new_session=True)
 
 
-def collect(tool, folder, code) -> dict:
-    read = lambda suffix: (folder / f"{tool}.{suffix}").read_text(errors="replace").splitlines() \
-        if (folder / f"{tool}.{suffix}").exists() else []
-    log, records = read("log"), [json.loads(line) for line in read("jsonl")]
-    findings = [finding | {"where": where(finding)} for finding in parse(log)]
+def finish(process, seconds):
+    """Its exit code. A case under way, and the planted one, may still finish."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the tool and the program under it
+        process.wait()
+        return KILLED
+
+
+def collect(tool, folder, codes) -> dict:
+    """The report of one tool, from what its processes wrote."""
+    def read(share, suffix):
+        path = folder / f"{tool}-{share}.{suffix}"
+        return path.read_text(errors="replace").splitlines() if path.exists() else []
+
+    shares = range(len(codes))
+    logs, printed = [read(n, "log") for n in shares], [read(n, "out") for n in shares]
+    written = [[json.loads(line) for line in read(n, "jsonl")] for n in shares]
+    outcomes = {r["case"]: r for records in written for r in records if "case" in r}
+    found = collections.Counter()
+    for finding in (finding for log in logs for finding in parse(log)):
+        found[finding["what"], finding["kernel"]] += finding["count"]
+    findings = [dict(what=what, kernel=kernel, count=n) for (what, kernel), n in found.items()]
+    findings = [finding | {"where": where(finding)} for finding in findings]
     count = {place: sum(f["count"] for f in findings if f["where"] == place)
              for place in ("ours", "host", "xla", "planted")}
-    outcomes = {r["case"]: r for r in records if "case" in r}
-    failed = [name for name, r in outcomes.items() if r["outcome"].startswith("FAILED")]
-    ran = [name for name, r in outcomes.items() if r["outcome"] == "ok"]
-    problems = [f"{name}: {outcomes[name]['outcome']}" for name in failed]
+    problems = [f"{name}: {r['outcome']}" for name, r in outcomes.items() if r["outcome"].startswith("FAILED")]
     if count["ours"] or count["host"]:
         problems.append(f"{count['ours']} findings in our kernels, {count['host']} outside of kernels")
+    ran = sum(r["outcome"] == "ok" for r in outcomes.values())
     if not ran:
-        problems.append("no case ran: " + " | ".join(read("out")[-5:]))
-    if "planted" not in outcomes and tool in PLANTED:
-        problems.append("the process ended before its planted fault: " + " | ".join(read("out")[-3:]))
-    elif tool in PLANTED and not count["planted"]:
+        problems.append("no case ran")
+    for n, records in enumerate(written):  # each comes to its last case, if only to say that no time is left
+        planned = records[0]["planned"] if records else ["every case"]
+        if lost := [name for name in planned if name not in outcomes]:
+            problems.append(f"process {n} ended ({codes[n]}) before {', '.join(lost)}: " + " | ".join(printed[n][-3:]))
+    if "planted" in outcomes and not count["planted"]:
         problems.append("the planted fault was not found")
     return dict(
-        tool=tool, exit_code=code, findings_by_place=count, problems=problems, findings=findings[:200],
-        cases_run=len(ran), cases=[r for r in records if "case" in r],
-        process=next((r for r in records if "device" in r), {}), log_tail=log[-12:], output_tail=read("out")[-12:])
+        tool=tool, exit_codes=codes, findings_by_place=count, problems=problems, findings=findings[:200],
+        cases_run=ran, cases=list(outcomes.values()), processes=[records[:1] for records in written],
+        log_tail=[log[-12:] for log in logs], output_tail=[out[-12:] for out in printed])
 
 
 def main(arguments=None) -> int:
@@ -160,9 +186,13 @@ def main(arguments=None) -> int:
     parser.add_argument("--seconds", type=float, default=170.0, help="after so many a tool starts no new case")
     parser.add_argument("--tool", action="append", choices=TOOLS, help="repeatable; default: all, side by side")
     parser.add_argument("--filter", default="", metavar="NAME", help="only cases whose name contains this")
+    parser.add_argument("--processes", type=int, help="of each tool; default: as many as there are cores for")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--results", help=argparse.SUPPRESS)
+    parser.add_argument("--share", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    tools = options.tool or TOOLS
+    options.processes = options.processes or max(1, min(4, (os.cpu_count() or 1) // len(tools)))
     if options.child:
         child(options)
         return 0
@@ -175,15 +205,11 @@ def main(arguments=None) -> int:
     begin, reports = time.monotonic(), []
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
-        running = {tool: start(sanitizer, tool, folder, options) for tool in options.tool or TOOLS}
-        for tool, process in running.items():
-            try:  # a case under way, and the planted one, may still finish
-                code = process.wait(max(1.0, options.seconds + 25 - (time.monotonic() - begin)))
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # the tool and the program under it
-                process.wait()
-                code = "killed at the time limit"
-            reports.append(collect(tool, folder, code))
+        running = {tool: [start(sanitizer, tool, share, folder, options) for share in range(options.processes)]
+                   for tool in tools}
+        for tool, processes in running.items():
+            codes = [finish(p, max(1.0, options.seconds + 25 - (time.monotonic() - begin))) for p in processes]
+            reports.append(collect(tool, folder, codes))
     report = dict(
         meta=dict(command="python -m bench.sanitize --out OUT", commit=commit(),
                   sanitizer=version, seconds=round(time.monotonic() - begin, 1), environment=SAME_PLACE),

@@ -2,38 +2,55 @@
 
 import functools
 
-# (E, H, I, K): a small layer, and one with sizes off every tile. shared_decode refuses the second odd one.
-SHAPES = {"small": (4, 128, 64, 2), "odd": (5, 192, 320, 3), "off": (3, 352, 96, 3)}
+# (E, H, I, K): small; sizes off every tile, the second of which shared_decode refuses; what the grouped kernels take,
+# with parts of blocks left over; and 32 FP8 blocks an expert, the least of shared_decode.
+SHAPES = {"small": (4, 128, 64, 2), "odd": (5, 192, 320, 3), "off": (3, 352, 96, 3), "grouped": (5, 320, 192, 3),
+          "blocks": (4, 1024, 512, 2)}
+TENSOR = ("mxfp4", "mxfp8", "fp8_block128")  # formats of the tensor-core kernels of warp_decode
+SHARED = ("bf16", "mxfp8", "mxfp4", "fp8_block128", "mxfp8_e5m2")  # of shared_decode
 
 
 def cases():
-    """(name, function that runs the case and checks its numbers), the most important first; without jax's arrays."""
-    from jax_warp_decode import STRATEGIES
+    """(name, function that runs the case and checks its numbers), the most important first; without jax's arrays.
+
+    Kernels are named by the cases that run them, all of them with ids that are not routed, NaN in what nobody is routed
+    to, and numbers of tokens up to 129.
+    """
     from jax_warp_decode.experts import DENSE_FORMATS
     from jax_warp_decode.formats import FORMATS
 
-    decode = [s for s in STRATEGIES if s not in ("reference", "expert_centric")]
-    first = [f for f in ("bf16", "mxfp8") if f in {*DENSE_FORMATS.values(), *FORMATS}]
-    others = [f for f in {**dict.fromkeys(DENSE_FORMATS.values()), **FORMATS} if f not in first]
-    plan = [(s, f, shape, T) for s in decode for f in first for shape in ("small", "off", "odd") for T in (3,)]
-    plan += [(s, f, "odd", T) for s in decode for f in first for T in (1, 129)]
-    plan += [("expert_centric", f, shape, T) for f in first for shape, T in (("small", 3), ("odd", 129))]
-    for strategy, format, shape, T in plan:
-        yield f"{strategy}-{format}-{shape}-T{T}", functools.partial(layer, strategy, format, shape, T)
+    part = functools.partial
+    for T, shape in ((3, "odd"), (129, "odd"), (1, "odd"), (3, "small"), (3, "off")):
+        for format in ("mxfp8", "bf16"):
+            for strategy in ("warp_decode", "shared_decode"):
+                if (strategy, shape) != ("shared_decode", "off"):
+                    yield f"{strategy}-{format}-{shape}-T{T}", part(layer, strategy, format, shape, T)
+    for format in TENSOR:
+        for T in (3, 129):
+            yield f"tensor cores-{format}-T{T}", part(tensor_cores, format, T)
     yield "router", router
-    yield "gradients of expert_centric", gradients
-    for strategy in decode:
-        yield f"{strategy}-stacked layers", functools.partial(stacked, strategy)
-        yield f"{strategy}-biases", functools.partial(biases, strategy)
-    for format in others:
-        for strategy in decode:
-            yield f"{strategy}-{format}-odd-T3", functools.partial(layer, strategy, format, "odd", 3)
+    for format in ("bf16", "mxfp8"):
+        yield f"grouped-{format}", part(grouped, format, 1)
+        yield f"grouped-{format}-pairs of CTAs", part(grouped, format, 2)
     yield "launches around the experts", around_the_experts
-    for format in ("mxfp4", "fp8_block128"):
-        yield f"expert_centric-{format}-odd-T129", functools.partial(layer, "expert_centric", format, "odd", 129)
-    yield "bundled model", bundled_model
+    yield "gradients of expert_centric", gradients
+    for format in SHARED:
+        yield f"shared_decode-{format}-biases", part(biases, "shared_decode", format)
+    for format in ("bf16", "mxfp4"):
+        yield f"warp_decode-{format}-biases", part(biases, "warp_decode", format)
+    for strategy in ("warp_decode", "shared_decode"):
+        yield f"{strategy}-stacked layers", part(stacked, strategy)
+    for format in {**dict.fromkeys(DENSE_FORMATS.values()), **FORMATS}:
+        if format not in ("bf16", "mxfp8"):
+            yield f"warp_decode-{format}-odd-T3", part(layer, "warp_decode", format, "odd", 3)
+    for format, shape, T in (("bf16", "grouped", 129), ("mxfp8", "grouped", 3), ("bf16", "odd", 129),
+                             ("mxfp4", "odd", 129), ("fp8_block128", "odd", 3)):  # the last three: products of JAX
+        yield f"expert_centric-{format}-{shape}-T{T}", part(layer, "expert_centric", format, shape, T)
+    yield "warp_decode-relu2", without_gate
     yield "configurations of gate_up and down", configurations
     yield "no tokens", no_tokens
+    yield "bundled model", bundled_model
+    yield "the read that measurements compare with", read
 
 
 class Skipped(Exception):
@@ -57,6 +74,25 @@ def _make(seed, shape, T, weights="bf16", pattern="skipped", **options):
                             x_dtype=x_dtype, **options)
 
 
+def _hostile(shape, T, format, **options):
+    """Ids that are not routed (-1, E and the ends of int32), NaN or inf in idle experts and NaN in idle rows, all
+    tokens on the same experts, no slot routed at all, and a routed NaN row beside clean ones."""
+    import dataclasses
+
+    import numpy as np
+
+    for pattern in ("skipped", "same", "none", "uniform"):
+        case = _make(T, shape, T, format, pattern, **options)
+        if pattern == "uniform":
+            x = case.x.copy()
+            x[T // 2] = np.nan
+            case = dataclasses.replace(case, x=x)
+        if pattern == "same" and format in ("bf16", "f16", "f32"):
+            for w in (case.w_gate, case.w_up, case.w_down):
+                w[np.isnan(w)] = np.inf
+        yield case
+
+
 def _check(y, case, strategy):
     import numpy as np
     import oracle
@@ -72,21 +108,11 @@ def _check(y, case, strategy):
 
 
 def layer(strategy, format, shape, T):
-    """One compiled layer: ids that are not routed (-1, E and the ends of int32), NaN in idle experts and rows, all
-    tokens on one expert, no slot routed at all, and a routed NaN row beside clean ones."""
-    import dataclasses
-
-    import numpy as np
-
+    """One compiled layer, see `_hostile`."""
     from jax_warp_decode import UnsupportedError
 
     run = _jitted(strategy)
-    for pattern in ("skipped", "same", "none", "uniform"):
-        case = _make(T, shape, T, format, pattern)
-        if pattern == "uniform":
-            x = case.x.copy()
-            x[T // 2] = np.nan
-            case = dataclasses.replace(case, x=x)
+    for case in _hostile(shape, T, format):
         try:
             y = run(*case.args())
         except UnsupportedError as error:
@@ -111,31 +137,68 @@ def stacked(strategy):
         assert not np.asarray(run(x, routing, stack, layer=jnp.int32(outside)), np.float32).any()
 
 
-def biases(strategy):
-    """Biases of all three projections, NaN in those of idle experts, against the float32 reference."""
-    import dataclasses
+def biases(strategy, format):
+    """Biases of all three projections, NaN in those of idle experts."""
+    import functools
 
     import jax
+
+    from jax_warp_decode import moe
+
+    shape = "blocks" if (strategy, format) == ("shared_decode", "fp8_block128") else "odd"
+    case = _make(8, shape, 20, format, activation="clamped_swiglu", biases="bf16")
+    run = jax.jit(functools.partial(moe, strategy=strategy, activation="clamped_swiglu"))
+    _check(run(*case.args()), case, strategy)
+
+
+def without_gate():
+    import functools
+
+    import jax
+
+    from jax_warp_decode import moe
+
+    for format in ("bf16", "mxfp4"):
+        case = _make(10, "odd", 3, format, activation="relu2", biases="f32")
+        _check(jax.jit(functools.partial(moe, strategy="warp_decode", activation="relu2"))(*case.args()), case,
+               "warp_decode")
+
+
+def tensor_cores(format, T):
+    """gate_up and down with their products on tensor cores: one tile and two, both widths of the intermediate."""
     import jax.numpy as jnp
     import numpy as np
+    import oracle
 
-    from jax_warp_decode import UnsupportedError, moe
+    from jax_warp_decode import kernels
 
-    case = _make(8, "odd", 3, activation="clamped_swiglu")
-    x, routing, experts = case.args()
-    if "b_gate" not in {field.name for field in dataclasses.fields(experts)}:
-        raise Skipped("experts have no biases")
-    E, H, I, _ = SHAPES["odd"]
-    idle = jnp.asarray(np.setdiff1d(np.arange(E), case.ids))
-    draw = lambda seed, n: jax.random.normal(jax.random.key(seed), (E, n)).at[idle].set(jnp.nan)
-    experts = dataclasses.replace(experts, b_gate=draw(0, I), b_up=draw(1, I), b_down=draw(2, H))
-    run = functools.partial(moe, activation="clamped_swiglu")
-    try:
-        y = np.asarray(jax.jit(functools.partial(run, strategy=strategy))(x, routing, experts), np.float32)
-    except UnsupportedError as error:
-        raise Skipped(str(error)) from None
-    want = np.asarray(run(x, routing, experts, strategy="reference"), np.float32)
-    assert np.isfinite(y).all() and np.linalg.norm(y - want) <= 1e-2 * np.linalg.norm(want)
+    wide = jnp.bfloat16 if format == "mxfp4" else jnp.float32  # what down takes
+    for gate_up, down, h_dtype in (((1, 1), (1, 1, 8, 1), wide), ((2, 2), (2, 1, 4, 2), jnp.bfloat16)):
+        gate_up, down = kernels.GateUpTensorConfig(*gate_up), kernels.DownTensorConfig(*down)
+        for case in _hostile("odd", T, format, biases="f32"):
+            x, routing, experts = case.args()
+            h = kernels.moe_gate_up_3d_batched(x, routing.ids, experts.w_gate, experts.w_up, b_gate=experts.b_gate,
+                                               b_up=experts.b_up, out_dtype=h_dtype, config=gate_up)
+            y = kernels.moe_down_3d_batched(h, routing.ids, routing.weights, experts.w_down, b_down=experts.b_down,
+                                            out_dtype=x.dtype, config=down)
+            oracle.assert_close(y, case, h_dtype=np.dtype(h_dtype).name, unit=oracle.TENSOR_CORE_UNIT)
+
+
+def grouped(format, cluster):
+    """The kernel that plans, and the two grouped kernels with tiles of two widths and parts of tiles."""
+    import jax
+
+    from jax_warp_decode.activations import get_activation
+    from jax_warp_decode.kernels.grouped_config import GroupedConfig
+    from jax_warp_decode.paths import grouped_layer, grouped_plan
+
+    config = GroupedConfig((16, 48), 3, ctas=6, cluster=cluster)
+    run = jax.jit(grouped_layer.op(get_activation("silu"), configs=(config, config),
+                                   make_plan=grouped_plan.plan_on_gpu))
+    for T in (129, 3):
+        for case in _hostile("grouped", T, format, biases="f32"):
+            x, routing, experts = case.args()
+            _check(run(x, routing, experts).astype(x.dtype), case, "expert_centric")
 
 
 def router():
@@ -254,6 +317,16 @@ def no_tokens():
     for strategy in STRATEGIES:
         y = _jitted(strategy)(*_make(0, "small", 0).args())
         assert y.shape == (0, SHAPES["small"][1])
+
+
+def read():
+    import jax
+    import numpy as np
+
+    from jax_warp_decode.measure import read_kernel
+
+    x = read_kernel.window(jax.random.key(0), 3 * read_kernel.CHUNK_BYTES)
+    np.testing.assert_allclose(jax.jit(read_kernel.read)(x), np.asarray(x, np.float64).sum(2), atol=1e-2)
 
 
 def planted(tool):

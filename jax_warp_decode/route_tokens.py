@@ -1,4 +1,7 @@
-"""The router of a layer, from tokens to routing: one launch for few tokens on a GPU, XLA otherwise."""
+"""The router of a layer, from tokens to routing: one launch for few tokens on a GPU, XLA otherwise.
+
+The norm before it can come along, `norm_and_route`.
+"""
 
 from typing import Any
 
@@ -8,6 +11,7 @@ import jax.numpy as jnp
 from jax_warp_decode.choose import no_gpu_reason
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.kernels import router as kernel
+from jax_warp_decode.kernels.rms_norm import rms_norm
 from jax_warp_decode.routers import Router
 from jax_warp_decode.routing import Routing, as_router, route
 
@@ -67,23 +71,66 @@ def route_tokens(
     router = as_router(router, renormalize)
     arrays: dict[str, Any] = dict(bias=bias, correction_bias=correction_bias, expert_scale=expert_scale)
     if strategy != "xla":
-        refused = ("" if interpret else no_gpu_reason()) or _refusal(x, w_router, router, arrays)
+        refused = _refusal(x, w_router, router, arrays, interpret)
         if strategy == "one_launch" and refused:
             raise UnsupportedError(f"strategy: 'one_launch' cannot run: {refused}; strategy='auto' or 'xla' can")
         if not refused and (strategy == "one_launch" or x.shape[0] <= MAX_TOKENS):
-            router.check(w_router.shape[0])
-            renormalized = router.renormalize or router.scoring == "topk_softmax"
             with jax.named_scope("router"):
                 return Routing(*kernel.moe_router(
-                    x, w_router, router.k, renormalize=renormalized, interpret=interpret))
+                    x, w_router, router.k, renormalize=_renormalized(router, w_router), interpret=interpret))
     with jax.named_scope("router"):
         logits = jnp.einsum("th,eh->te", x.astype(jnp.float32), w_router.astype(jnp.float32),
                             precision=jax.lax.Precision.HIGHEST)
         return route(logits, router, **arrays)
 
 
-def _refusal(x, w_router, router: Router, arrays: dict) -> str:
-    """Why the kernel cannot take this router or these operands, or an empty string."""
+def norm_and_route(
+    x: jax.Array, gain: jax.Array, w_router: jax.Array, router: Router, *, eps: float, bias: jax.Array | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, Routing]:
+    """The RMSNorm before the experts, and the routing of what it gives: one launch, or two where the kernel of
+    `route_tokens` cannot run.
+
+    Args:
+      x: [T, H] before the norm; for a GPU, or the interpreter.
+      gain: [H] of the norm.
+      w_router, router, bias: as in `route_tokens`.
+      eps: added to the mean square.
+      interpret: run the kernels on the CPU, for tests.
+
+    Returns:
+      h [T, H] in the dtype of x, and `route_tokens(h, ...)`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_warp_decode.route_tokens import norm_and_route
+      >>> from jax_warp_decode.routers import Router
+      >>> w = jnp.zeros((4, 64)).at[:, 0].set(jnp.array([1.0, 3.0, 2.0, 3.0]))
+      >>> h, routing = norm_and_route(jnp.full((1, 64), 2.0), jnp.ones(64), w, Router(2), eps=0.0, interpret=True)
+      >>> h[0, 0].item(), routing.ids.tolist()
+      (1.0, [[1, 3]])
+    """
+    few = x.shape[0] <= MAX_TOKENS and jnp.dtype(gain.dtype) in kernel.W_DTYPES
+    if few and not _refusal(x, w_router, router, dict(bias=bias), interpret):
+        with jax.named_scope("router"):
+            ids, weights, h = kernel.normed_moe_router(
+                x, gain, w_router, router.k, eps=eps, renormalize=_renormalized(router, w_router), interpret=interpret)
+        return h, Routing(ids, weights)
+    with jax.named_scope("norm"):
+        h = rms_norm((x,), gain, eps=eps, interpret=interpret)
+    return h, route_tokens(h, w_router, router, bias=bias, interpret=interpret)
+
+
+def _renormalized(router: Router, w_router) -> bool:
+    """What the kernel calls so; raises what `route` would."""
+    router.check(w_router.shape[0])
+    return router.renormalize or router.scoring == "topk_softmax"
+
+
+def _refusal(x, w_router, router: Router, arrays: dict, interpret: bool) -> str:
+    """Why the kernel cannot take this router or these operands, or cannot run here; or an empty string."""
+    if not interpret and (reason := no_gpu_reason()):
+        return reason
     given = [name for name, array in arrays.items() if array is not None]
     reasons = [
         (router.scoring not in ("softmax", "topk_softmax"), f"its scores are a softmax, not {router.scoring!r}"),

@@ -1,6 +1,6 @@
 """Files of measured kernel configurations: one kind of GPU each, JSON, checked when read, replaced as a whole.
 
-    {"schema": 1, "device_kind": "NVIDIA H200", "configs": [
+    {"schema": 2, "device_kind": "NVIDIA H200", "configs": [
     {"kernel": "moe_down", "format": "bf16", "H": 2048, "I": 768, "K": 8, "T": 1,
      "config": {"lanes": 32, "rows": 2, "unroll": 4}, "us": 7.4, ...}
     ]}
@@ -20,7 +20,7 @@ import tempfile
 
 from jax_warp_decode.errors import ArgumentError
 
-SCHEMA = 1
+SCHEMA = 2
 VARIABLE = "JAX_WARP_DECODE_TUNED"
 
 

@@ -5,7 +5,7 @@ The first source that has an answer wins:
 1. the kernel's `config` argument, or an enclosing `override`;
 2. the user's file, written by `jax-warp-decode autotune`, see `tuned_table.user_file`;
 3. the table that ships with the package for this kind of GPU, `data/tuned/<device>.json`;
-4. the heuristic of the kernel's config class.
+4. the heuristic of the kernel's config classes. An interpreted kernel always takes that of the first class.
 
 Measurements belong to a kernel, a weight format, H, I, K and a number of tokens T. Another T takes the measured one
 that is nearest on a log scale (the smaller of two equally near), if they differ by a factor of two at most; any other
@@ -59,15 +59,17 @@ def override(*configs):
     return _overrides((*configs, *_overrides.value))
 
 
-def find(kernel: str, kinds: tuple[Any, ...], config: Any, *, format: str, T: int, K: int, H: int, I: int) -> Found:
+def find(kernel: str, kinds: tuple[Any, ...], config: Any, *, format: str, T: int, K: int, H: int, I: int,
+         interpret: bool = False) -> Found:
     """The configuration of one kernel call, see the module docstring.
 
     Args:
       kernel: "moe_gate_up" or "moe_down".
-      kinds: its config classes; the first has a classmethod `heuristic(T, K, H, I, format)`.
+      kinds: its config classes, each with a classmethod `heuristic(T, K, H, I, format)`, see `rule_of_thumb`.
       config: the caller's own choice, or None.
       format: of the weights, see `experts.weight_format`.
       T, K, H, I: tokens, experts per token, hidden and intermediate size.
+      interpret: whether the kernel will be interpreted.
 
     Raises:
       ArgumentError: a file that cannot be used; it is named, with the way out.
@@ -77,9 +79,11 @@ def find(kernel: str, kinds: tuple[Any, ...], config: Any, *, format: str, T: in
     for config in _overrides.value:
         if isinstance(config, kinds):
             return Found(config, "tuning.override")
+    if interpret:
+        return Found(kinds[0].heuristic(T, K, H, I, format), "heuristic: interpreted, so no measurement applies")
     device = device_kind()
     if device is None:
-        return Found(kinds[0].heuristic(T, K, H, I, format), "heuristic: no GPU, so no measurement applies")
+        return Found(rule_of_thumb(kinds, T, K, H, I, format), "heuristic: no GPU, so no measurement applies")
     for table in (user_table(device), packaged_table(device)):
         measured = table.shapes.get((kernel, format, H, I, K)) if table else None
         nearest = nearest_tokens(measured, T) if measured else None
@@ -87,8 +91,14 @@ def find(kernel: str, kinds: tuple[Any, ...], config: Any, *, format: str, T: in
             entry = measured[nearest]
             found = _make(kinds, entry, table)
             return Found(found, f"{table.path}, measured with T={nearest}, jax {entry.jax}, {entry.date[:10]}")
-    return Found(kinds[0].heuristic(T, K, H, I, format),
+    return Found(rule_of_thumb(kinds, T, K, H, I, format),
                  f"heuristic: nothing measured on {device} for {format} H={H} I={I} K={K} near T={T}")
+
+
+def rule_of_thumb(kinds: tuple[Any, ...], T: int, K: int, H: int, I: int, format: str):
+    """The heuristic of the last class that has one for this shape; the first has one for every shape."""
+    found = (kind.heuristic(T, K, H, I, format) for kind in reversed(kinds))
+    return next(config for config in found if config is not None)
 
 
 def device_kind() -> str | None:

@@ -18,6 +18,7 @@ from jax_warp_decode.kernels import (
     GateUpTensorConfig,
     moe_down_3d_batched,
     moe_gate_up_3d_batched,
+    row_products,
 )
 from jax_warp_decode.paths import grouped_kernels, warp_decode
 from jax_warp_decode.routing import Routing
@@ -28,6 +29,7 @@ SHAPES = {"qwen3-30b": (2048, 768, 128, 8), "gpt-oss-20b": (2880, 2880, 32, 4), 
 S = jax.ShapeDtypeStruct
 # Ids, routing weights and scale bytes are narrow loads, at most this many per kernel; weights and activations are wide.
 LIMITS = dict(max_narrow_loads=26)
+TENSOR = dict(max_barriers=4, max_shared=64)  # dots on the tensor cores have activations and sums in shared memory
 
 
 def _weight(fmt, *shape):
@@ -41,8 +43,9 @@ def layer_case(name, fmt, T, x_dtype=jnp.bfloat16):
     experts = ExpertWeights(_weight(fmt, E, I, H), _weight(fmt, E, I, H), _weight(fmt, E, H, I))
     routing = Routing(S((T, K), jnp.int32), S((T, K), jnp.float32))
     run = functools.partial(warp_decode.run, activation=get_activation("silu"))
-    intermediate = T * K * I * jnp.dtype(warp_decode.intermediate_dtype(experts)).itemsize
-    return f"layer-{name}-{fmt}-T{T}", run, (x, routing, experts), dict(LIMITS, max_temp_bytes=max(intermediate, 256))
+    intermediate = T * K * I * jnp.dtype(warp_decode.intermediate_dtype(experts, T, K)).itemsize
+    limits = dict(LIMITS, max_temp_bytes=max(intermediate, 256)) | (TENSOR if fmt in row_products.FORMATS else {})
+    return f"layer-{name}-{fmt}-T{T}", run, (x, routing, experts), limits
 
 
 def stacked_case(name, fmt, L):
@@ -57,7 +60,8 @@ def stacked_case(name, fmt, L):
         return jax.lax.scan(step, x, jnp.arange(L, dtype=jnp.int32))[0]
 
     args = S((1, H), jnp.bfloat16), Routing(S((1, K), jnp.int32), S((1, K), jnp.float32)), experts
-    return f"stacked-{name}-{fmt}-L{L}", run, args, dict(LIMITS, max_temp_bytes=2 * 4 * K * I)
+    limits = dict(LIMITS, max_temp_bytes=2 * 4 * K * I) | (TENSOR if fmt in row_products.FORMATS else {})
+    return f"stacked-{name}-{fmt}-L{L}", run, args, limits
 
 
 def small(case):
@@ -109,9 +113,9 @@ def config_cases():
 
 
 def tensor_cases():
-    """Dots on the tensor cores: activations and sums in shared memory, scales of two bytes."""
+    """Dots on the tensor cores that are asked for."""
     H, I, E, K = SHAPES["qwen3-30b"]
-    limits = dict(max_narrow_loads=12, max_barriers=4, max_shared=64)
+    limits = dict(TENSOR, max_narrow_loads=12)
     gate_up = functools.partial(moe_gate_up_3d_batched, config=GateUpTensorConfig(1, 1))
     down = functools.partial(moe_down_3d_batched, config=DownTensorConfig(1, 1, 8, 1))
     x, h = S((1, H), jnp.bfloat16), S((1, K, I), jnp.float32)

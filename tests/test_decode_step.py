@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import io
 import json
 import pathlib
@@ -17,6 +18,7 @@ from tiny_models import filled
 
 from jax_warp_decode import ArgumentError, CheckpointError, UnsupportedError, generate_command, profile_command
 from jax_warp_decode.checkpoints import load_model, save_qwen3_moe
+from jax_warp_decode.kernels.attend import attend
 from jax_warp_decode.kernels.dense_rows import dense_rows
 from jax_warp_decode.kernels.rms_norm import rms_norm
 from jax_warp_decode.measure import parts, timing
@@ -129,6 +131,57 @@ def test_the_fused_form_of_a_step_agrees_with_xla(parts_of):
         for row, length in enumerate(lengths):
             np.testing.assert_allclose(a[0][row].swapaxes(0, 1)[:length + 1], b[0][row, :length + 1], atol=1e-5)
             assert np.isnan(np.asarray(a[0][row, :, length + 1:])).all(), "nothing else was written"
+
+
+def attention_operands(seed, lengths, query_heads, key_heads, size, positions, dtype):
+    """What `attend` takes, NaN in the cache beyond the lengths; and the attended values in float64 [B, N, D]."""
+    rng, B = np.random.default_rng(seed), len(lengths)
+    draw = lambda *shape: np.asarray(jnp.asarray(rng.standard_normal(shape), dtype))
+    heads, q_gain, k_gain = draw(B, query_heads + 2 * key_heads, size), draw(size), draw(size)
+    angles = rng.uniform(0, 7, (B, size // 2)).astype(np.float32)
+    k_cache, v_cache = (draw(B, key_heads, positions, size) for _ in range(2))
+    known = (np.arange(positions) < np.array(lengths)[:, None])[:, None, :, None]
+    operands = (heads, q_gain, k_gain, (np.cos(angles), np.sin(angles)), *(np.where(known, a, np.nan) for a in (
+        k_cache, v_cache)), np.array(lengths, np.int32))
+
+    def turned(a, gain):
+        a = a.astype(np.float64)
+        a = a / np.sqrt((a**2).mean(-1, keepdims=True) + 1e-6) * gain.astype(np.float64)
+        first, second = np.split(a, 2, -1)
+        cos, sin = (f(angles.astype(np.float64))[:, None] for f in (np.cos, np.sin))
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+    want = np.zeros((B, query_heads, size))
+    q, k_new = turned(heads[:, :query_heads], q_gain), turned(heads[:, query_heads:-key_heads], k_gain)
+    for b, length in enumerate(lengths):
+        for n in range(query_heads):
+            head = n * key_heads // query_heads
+            k = np.concatenate([k_cache[b, head, :length].astype(np.float64), k_new[b, head][None]])
+            v = np.concatenate([v_cache[b, head, :length], heads[b, query_heads + key_heads + head][None]])
+            scores = k @ q[b, n] / np.sqrt(size)
+            weights = np.exp(scores - scores.max())
+            want[b, n] = weights @ v.astype(np.float64) / weights.sum()
+    return jax.tree.map(jnp.asarray, operands), want
+
+
+@pytest.mark.parametrize("query_heads, key_heads, lengths, positions", [
+    (3, 1, [0, 5, 16, 17, 100, 255, 256], 256),  # 16 splits, of which rows use 1, 2, 7 and 16; the last row is full
+    (16, 1, [400, 33], 512),  # 32 splits, more than are added at a time
+    (2, 2, [7, 16], 16),  # one split
+])
+def test_attention_adds_the_parts_of_every_split(query_heads, key_heads, lengths, positions):
+    operands, want = attention_operands(0, lengths, query_heads, key_heads, 32, positions, jnp.float32)
+    run = jax.jit(functools.partial(attend, eps=1e-6, block=16, interpret=True))
+    y, k, v, tickets = run(*operands)
+    np.testing.assert_allclose(y, want, rtol=0, atol=1e-5)
+    assert not np.any(tickets)
+    again = run(*operands, tickets)
+    jax.tree.map(np.testing.assert_array_equal, again, (y, k, v, tickets))
+    for row, length in enumerate(lengths):  # the new value, and nothing else
+        np.testing.assert_array_equal(v[row, :, :length], operands[5][row, :, :length])
+        np.testing.assert_array_equal(v[row, :, length:length + 1].ravel(),
+                                      operands[0][row, -key_heads:].ravel() if length < positions else [])
+        assert np.isnan(np.asarray(k[row, :, length + 1:])).all()
 
 
 @pytest.mark.parametrize("tokens", [1, 3])

@@ -151,7 +151,7 @@ def test_no_temporary_but_the_intermediate(tokens, weights):
     x, routing, experts = make("qwen3-30b", tokens, weights=weights).args()
     memory = jax.jit(functools.partial(moe, strategy="warp_decode")).lower(
         x, routing, experts).compile().memory_analysis()
-    itemsize = jnp.dtype(warp_decode.intermediate_dtype(experts)).itemsize
+    itemsize = jnp.dtype(warp_decode.intermediate_dtype(experts, tokens, 8)).itemsize
     assert memory.temp_size_in_bytes <= tokens * 8 * 768 * itemsize
 
 

@@ -1,13 +1,16 @@
 """The decode step on the GPU: its kernels against XLA, in place, and generation from ragged prompts."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_decode_step
 
 from bench.decode_model import make_layer
+from jax_warp_decode.kernels.attend import attend, new_tickets
 from jax_warp_decode.models import Qwen3MoeConfig
 from jax_warp_decode.models.cache import RaggedCache
 from jax_warp_decode.models.decode_loop import decode_tokens, generate_ragged
@@ -58,6 +61,45 @@ def test_the_fused_form_agrees_with_xla(weights, rows):
     distance = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
     assert np.median(distance) < 0.02, distance
     assert own.lengths.tolist() == (np.asarray(lengths) + 2).tolist()
+
+
+@pytest.mark.parametrize("rows, query_heads, key_heads", [(1, 32, 4), (3, 12, 4), (8, 32, 4), (16, 64, 8), (1, 16, 1)])
+def test_attention_is_exact_and_the_same_whoever_adds_the_parts(rows, query_heads, key_heads):
+    """Replays of a chain of calls in one program: tickets go from each to the next, and parts meet in any order."""
+    positions = 2048
+    lengths = np.random.default_rng(rows).integers(0, positions + 1, rows)
+    lengths[0] = positions - 3
+    operands, want = test_decode_step.attention_operands(
+        rows, lengths.tolist(), query_heads, key_heads, 128, positions, jnp.bfloat16)
+
+    @jax.jit
+    def chain(heads, q_gain, k_gain, rotation, k, v, lengths):
+        def one(tickets, heads):
+            y, new_k, new_v, tickets = attend(heads, q_gain, k_gain, rotation, k, v, lengths, tickets, eps=1e-6)
+            return tickets, (y, jnp.nansum(new_k.astype(jnp.float32)), jnp.nansum(new_v.astype(jnp.float32)))
+
+        return jax.lax.scan(one, new_tickets(rows, key_heads), jnp.stack([heads] * 8))
+
+    tickets, first = chain(*operands)
+    assert not np.any(tickets)
+    error = np.linalg.norm(np.asarray(first[0][0], np.float64) - want) / np.linalg.norm(want)
+    assert error < 5e-3, error  # bf16 keys and values, as stored; probabilities in bf16, half a unit is 2^-9
+    for _ in range(50):
+        for got in chain(*operands)[1]:
+            np.testing.assert_array_equal(got, np.broadcast_to(np.asarray(got)[:1], got.shape))
+        jax.tree.map(np.testing.assert_array_equal, chain(*operands)[1], first)
+
+
+def test_a_layer_takes_six_launches(weights):
+    """qkv, attention, output, router with the norm before it, and the experts' two, or one; no glue of XLA's."""
+    step, tokens = jax.jit(decode_step, static_argnums=0, donate_argnums=2), jnp.zeros((1,), jnp.int32)
+    counts = []
+    for layers in (1, 2):
+        model = DecodeModel(dataclasses.replace(CONFIG, num_hidden_layers=layers))
+        some = dataclasses.replace(weights, layers=weights.layers[:layers])
+        text = step.lower(model, some, model.new_cache(1, POSITIONS), tokens).compile().as_text()
+        counts.append(len(re.findall(r"^ .* = .* (?:custom-call|fusion)\(", text, re.MULTILINE)))
+    assert counts[1] - counts[0] <= 6, counts
 
 
 def test_a_call_of_many_steps_copies_no_cache(weights):

@@ -10,7 +10,7 @@ import oracle
 import pytest
 import test_kernel_formats
 
-from jax_warp_decode import ArgumentError, ExpertWeights, Routing, dequantize
+from jax_warp_decode import ArgumentError, ExpertWeights, Routing, dequantize, moe
 from jax_warp_decode.activations import get_activation
 from jax_warp_decode.formats import FORMATS
 from jax_warp_decode.kernels import (
@@ -69,11 +69,11 @@ def product(v, w, b, e):
     return np.asarray(v, np.float64) @ np.asarray(one_expert(w, e), np.float64).T + bias
 
 
-def check(x, routing, experts, activation="silu", gate_up=None, down=None):
+def check(x, routing, experts, activation="silu", gate_up=None, down=None, stored=jnp.bfloat16):
     """Both kernels apart, each fed with the same operands as a computation in float64."""
     h = moe_gate_up_3d_batched(x, routing.ids, experts.w_gate, experts.w_up, b_gate=experts.b_gate, b_up=experts.b_up,
                                activation=activation, config=gate_up)
-    rounded = h.astype(jnp.bfloat16)
+    rounded = h.astype(stored)
     y = moe_down_3d_batched(rounded, routing.ids, routing.weights, experts.w_down, b_down=experts.b_down,
                             out_dtype=jnp.float32, config=down)
     ids, weights = np.asarray(routing.ids), np.asarray(routing.weights)
@@ -111,7 +111,20 @@ def test_tensor_cores(format, shape):
             gate_up.check(experts.hidden, experts.intermediate, experts.num_experts, format)
         except ArgumentError:  # 2880 and 704 are not multiples of every tile under one row of scales
             continue
-        check(x, make_routing(shape, 3), experts, gate_up=gate_up, down=down)
+        for stored in (jnp.bfloat16,) if format == "mxfp4" else (jnp.bfloat16, jnp.float32):
+            check(x, make_routing(shape, 3), experts, gate_up=gate_up, down=down, stored=stored)
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("format", ["bf16", "mxfp8", "fp8_block128"])
+def test_a_layer_rounds_once(format, tokens):
+    """The intermediate keeps what the result can show."""
+    experts, routing = make("qwen3-30b", format), make_routing("qwen3-30b", tokens)
+    x = jax.random.normal(jax.random.key(tokens), (tokens, experts.hidden), jnp.bfloat16)
+    exact = np.asarray(moe(x.astype(jnp.float32), routing, experts, strategy="reference"), np.float64)
+    once, got = (np.asarray(y, np.float64) for y in (
+        exact.astype(jnp.bfloat16), moe(x, routing, experts, strategy="warp_decode")))
+    assert np.linalg.norm(got - exact) <= 1.05 * np.linalg.norm(once - exact)
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "fp8_tensor", "int4_group32"])

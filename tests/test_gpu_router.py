@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import test_router_kernel
 
-from jax_warp_decode.kernels.router import RouterConfig, moe_router
+from jax_warp_decode.kernels.router import RouterConfig, moe_router, normed_moe_router
 from jax_warp_decode.route_tokens import route_tokens
 from jax_warp_decode.routers import Router
 from jax_warp_decode.routing import route
@@ -33,6 +33,20 @@ def test_matches_the_oracle(experts, hidden, k, renormalize, tokens):
             if "too close to tell" not in str(error):
                 raise
     pytest.fail("no draw could be told apart")
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("experts, hidden, k", SHAPES)
+def test_the_norm_comes_along(experts, hidden, k, tokens):
+    """Choices are bit for bit those on the normalised values as they are stored."""
+    x, w, _ = test_router_kernel.make(experts, tokens, experts, hidden)
+    gain = jnp.asarray(np.random.default_rng(0).standard_normal(hidden), jnp.bfloat16)
+    normed = jax.jit(functools.partial(normed_moe_router, k=k, eps=1e-6))
+    *routing, h = normed(3 * x, gain, w)
+    test_router_kernel.assert_normed(h, 3 * x, gain)
+    jax.tree.map(np.testing.assert_array_equal, tuple(routing), moe_router(h, w, k))
+    for _ in range(100):
+        jax.tree.map(np.testing.assert_array_equal, normed(3 * x, gain, w), (*routing, h))
 
 
 @pytest.mark.parametrize("x_dtype, w_dtype", [("bf16", "f32"), ("f16", "f16"), ("f16", "bf16")])

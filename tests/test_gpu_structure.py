@@ -1,12 +1,11 @@
 """Biases, shared experts, weights on the input and experts without a gate on a real GPU: pytest --gpu."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from test_gradients import assert_bias_gradients
 
 from jax_warp_decode import moe
 from jax_warp_decode.choose import TABLE
@@ -47,14 +46,7 @@ def test_structure_matches_float32(strategy, tokens, weights, activation, weight
     assert relative(run(x, strategy), np.asarray(run(x.astype(jnp.float32), "reference"), np.float64)) < BOUND
 
 
-def test_gradients_of_biases():
-    case = oracle.make_case(3, tokens=40, **SIZE, biases="f32")
-    x, routing, experts = case.args()
-
-    def loss(b, strategy):
-        y = moe(x, routing, dataclasses.replace(experts, **b), strategy=strategy)
-        return jnp.sum(jnp.sin(y.astype(jnp.float32)))
-
-    got, want = (jax.jit(jax.grad(loss), static_argnums=1)(experts.biases, s) for s in ("expert_centric", "reference"))
-    for name, g in want.items():
-        assert relative(got[name], np.asarray(g, np.float64)) < 2e-2, name
+@pytest.mark.parametrize("tokens, pattern", [(40, "uniform"), (40, "skipped"), (3000, "same")])
+def test_gradients_of_biases(tokens, pattern):
+    """For a given gradient of y: b_down to float32, the others to what the bfloat16 products before them round."""
+    assert_bias_gradients(oracle.make_case(3, tokens=tokens, **SIZE, biases="f32", pattern=pattern))

@@ -25,7 +25,7 @@ from jax_warp_decode.paths import expert_centric, grouped_layer, grouped_plan, r
 from jax_warp_decode.routing import Routing
 
 S = jax.ShapeDtypeStruct
-CONFIGS = {"bf16": GroupedConfig(widths=(16, 32), stages=2, ctas=2),
+CONFIGS = {"bf16": GroupedConfig(widths=(16, 32), stages=3, ctas=2),
            "mxfp8": GroupedConfig(widths=(16, 32), stages=3, ctas=2, cluster=2)}
 CONFIG = CONFIGS["bf16"]
 
@@ -46,8 +46,7 @@ def test_layer_matches_the_oracle(interpreter, weights, activation):
     case = oracle.make_case(3, tokens=23, experts=4, hidden=256, intermediate=128 if gated else 256, k=2,
                             weights=weights, pattern="skipped", activation=activation, biases="f32" if gated else None)
     x, routing, experts = case.args()
-    gathered = weights == "mxfp8"  # by the kernel
-    run = grouped_layer.op(get_activation(activation), (CONFIGS[weights],) * 2, gathered, interpret=interpreter)
+    run = grouped_layer.op(get_activation(activation), (CONFIGS[weights],) * 2, grouped_plan.plan, interpreter)
     y = run(x, routing, experts)
     # The rows of down are rounded to bfloat16 too: the bound of an error of 2^-8 of each term, by its size.
     oracle.assert_close(y.astype(x.dtype), case, h_dtype="bfloat16", unit=oracle.TENSOR_CORE_UNIT)

@@ -15,7 +15,7 @@ import oracle
 import pytest
 
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
-from jax_warp_decode.kernels.router import RouterConfig, moe_router, refusal
+from jax_warp_decode.kernels.router import RouterConfig, moe_router, normed_moe_router, refusal
 from jax_warp_decode.route_tokens import route_tokens
 from jax_warp_decode.routers import ROUTERS, Router
 from jax_warp_decode.routing import route
@@ -62,6 +62,34 @@ def test_matches_the_oracle(interpreter, tokens, experts, hidden, k, config, ren
 def test_dtypes(interpreter, x_dtype, w_dtype):
     x, w, logits = make(3, 1, 8, 256, x_dtype, w_dtype)
     assert_routed(moe_router(x, w, 3, interpret=interpreter), x, w, logits, 3, True)
+
+
+def assert_normed(got, x, gain, eps=1e-6):
+    """h is the exact norm rounded once, up to the rounding of float32, which may move it across the middle of two."""
+    wide = np.asarray(x, np.float64)
+    exact = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps) * np.asarray(gain, np.float64)
+    error = 2.0**-20 * np.abs(exact)
+    low, high = ((exact + side * error).astype(np.float32).astype(x.dtype) for side in (-1, 1))
+    got = np.asarray(got)
+    assert got.dtype == x.dtype
+    assert ((got >= np.minimum(low, high)) & (got <= np.maximum(low, high))).all()
+    assert (got == exact.astype(np.float32).astype(x.dtype)).mean() > 0.99
+
+
+@pytest.mark.parametrize("tokens, experts, hidden, config, x_dtype, w_dtype", [
+    (2, 16, 512, RouterConfig(1, 2, 1), "bf16", "bf16"),  # a step for each of two warpgroups
+    (1, 16, 768, RouterConfig(1, 1, 2), "f16", "bf16"),  # steps before and after the first loads
+    (1, 8, 288, RouterConfig(1, 1, 3), "bf16", "f32"),  # H off the step, which is 128
+])
+def test_the_norm_comes_along(interpreter, tokens, experts, hidden, config, x_dtype, w_dtype):
+    """And the router sees the normalised values as they are stored, so that nothing depends on who norms them."""
+    x, w, _ = make(experts + hidden, tokens, experts, hidden, x_dtype, w_dtype)
+    gain = jnp.asarray(np.random.default_rng(0).standard_normal(hidden), jnp.bfloat16)
+    ids, weights, h = normed_moe_router(3 * x, gain, w, 3, eps=1e-6, config=config, interpret=interpreter)
+    assert_normed(h, 3 * x, gain)
+    want = moe_router(h, w, 3, config=config, interpret=interpreter)
+    np.testing.assert_array_equal(ids, want[0])
+    np.testing.assert_array_equal(weights, want[1])
 
 
 def test_equal_rows_tie_exactly_and_the_lower_id_wins(interpreter):
@@ -140,12 +168,15 @@ def test_the_heuristic_fits_every_size_that_is_not_refused():
         assert refusal(experts, 2048, 2) == ""
 
 
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("experts, hidden, renormalize", [(128, 2048, True), (72, 2880, False), (512, 7168, True)])
-def test_lowers_to_one_launch(experts, hidden, renormalize):
+def test_lowers_to_one_launch(experts, hidden, renormalize, normed):
     """The exchange that the interpreter cannot run, PTX and all: it lowers, and nothing but one kernel comes out."""
-    fn = jax.jit(functools.partial(moe_router, k=8, renormalize=renormalize))
-    args = jax.ShapeDtypeStruct((2, hidden), jnp.bfloat16), jax.ShapeDtypeStruct((experts, hidden), jnp.bfloat16)
-    lowered = fn.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    fn = functools.partial(normed_moe_router, eps=1e-6) if normed else moe_router
+    x, *gain, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+                   for shape in ((2, hidden), *[(hidden,)] * normed, (experts, hidden)))
+    lowered = jax.jit(functools.partial(fn, k=8, renormalize=renormalize)).trace(x, *gain, w).lower(
+        lowering_platforms=("cuda",)).as_text()
     assert lowered.count("stablehlo.custom_call") == 1
     assert not [op for op in ("dot", "sort", "reduce", "while", "add") if f"stablehlo.{op}" in lowered]
 

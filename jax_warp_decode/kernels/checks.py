@@ -121,6 +121,15 @@ def config_type(config, kinds: tuple[type, ...], interpret=False):
     return config
 
 
+def fits(config, H: int, I: int, K: int, format: str) -> bool:
+    """Whether a kernel can run with a configuration."""
+    try:
+        config.check(H, I, K, format)
+    except ArgumentError:
+        return False
+    return True
+
+
 def config_fits(name: str, rows: RowTile, n: int, unroll: int) -> None:
     """Refuses a config that does not divide the work evenly."""
     # A warpgroup's rows must lie under one row of scales where scales cover several rows.

@@ -175,7 +175,7 @@ def moe_down_3d_batched(
     if T * K * index.num_experts == 0:
         return jnp.zeros((T, H), out_dtype)
     checks.dimensions("w_down", I, H, format)
-    found = tuning.find("moe_down", CONFIGS, config, format=format, T=T, K=K, H=H, I=I)
+    found = tuning.find("moe_down", CONFIGS, config, format=format, T=T, K=K, H=H, I=I, interpret=bool(interpret))
     config = checks.config_type(found.config, CONFIGS, interpret)
     config.check(H, I, K, format)
     slots = ids.reshape(-1), weights.reshape(-1)

@@ -28,6 +28,7 @@ from jax_warp_decode.kernels.row_products import QUAD, ROWS, Walk
 from jax_warp_decode.kernels.simt import LANES, WARPGROUP, Int
 
 MOST_SLOTS = LANES  # of a token: a lane looks each up
+MOST_SHARED = 72 * 1024  # bytes of h: a multiprocessor has room for three CTAs
 ENTRY = 12  # bytes of a routed slot in the table: its number, expert and weight
 REF, SCALAR = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
 
@@ -47,6 +48,16 @@ class DownTensorConfig:
     unroll: int
     warps: int
     parts: int
+
+    @classmethod
+    def heuristic(cls, T: int, K: int, H: int, I: int, format: str) -> "DownTensorConfig | None":
+        """Where it beats `DownConfig` or lets h be float32 at its speed, or None."""
+        # Two tiles share the loads of h, once there are CTAs enough without (bench/NOTES.md).
+        config = cls(tiles=1 if T * H < 8192 else 2, unroll=1, warps=8, parts=-(-8 // K))
+        if not checks.fits(config, H, I, K, format):
+            return None
+        values, factors = config.walk(I, format, split=True).shared(K)
+        return config if 2 * values + 4 * factors <= MOST_SHARED else None
 
     def check(self, H: int, I: int, K: int, format: str) -> None:
         """Raises `ArgumentError` if it does not fit."""

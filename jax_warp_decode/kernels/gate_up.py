@@ -130,8 +130,9 @@ def moe_gate_up_3d_batched(
       layer: with weights of several layers, [L, E, I, H], the one to read: an integer scalar, may be traced, for
         example the index of a `lax.scan`. Nothing is copied. A layer outside [0, L) reads no weight and yields 0.
       activation: name in `ACTIVATIONS`, or an `Activation` of your own.
-      out_dtype: dtype of the result; float32 keeps the intermediate unrounded, which is free with two-byte
-        weights, slows the down kernel with MXFP8 (bench/NOTES.md), and is not taken by it with four-bit weights.
+      out_dtype: dtype of the result; float32 keeps the intermediate unrounded, which is free with two-byte weights,
+        costs the down kernel 2 to 3 % on tensor cores with one-byte weights and more elsewhere (bench/NOTES.md), and is
+        not taken by it with four-bit weights.
       config: `GateUpConfig`, or `GateUpTensorConfig` for dots on the tensor cores (see `row_products` for the formats);
         None takes a measured one or the heuristic, see `tuning`.
       interpret: True (or `InterpretGPUParams`) runs the kernel on the CPU, for tests.
@@ -162,7 +163,7 @@ def moe_gate_up_3d_batched(
     if T * K * index.num_experts == 0:
         return jnp.zeros((T, K, I), out_dtype)
     checks.dimensions(name, H, I, format)
-    found = tuning.find("moe_gate_up", CONFIGS, config, format=format, T=T, K=K, H=H, I=I)
+    found = tuning.find("moe_gate_up", CONFIGS, config, format=format, T=T, K=K, H=H, I=I, interpret=bool(interpret))
     config = checks.config_type(found.config, CONFIGS, interpret)
     config.check(H, I, K, format)
     biases = b_gate, b_up

@@ -11,6 +11,7 @@ BLOCK = 2 * WARPGROUPS * PART  # weight rows of an item
 TILE = 64  # columns of a stage: 128 bytes of bfloat16
 ROW_ALIGNMENT = 8  # of the first row of a group
 SHARED_BYTES = 227 * 1024
+SHARED_WITH_SCALES = 163 * 1024  # the rest caches scales: a sector of them lasts for 16 steps
 FIELDS = 5  # of a tile: expert, its first tile, its tiles, its first row, its rows
 
 
@@ -36,10 +37,15 @@ class GroupedConfig:
         """Rows of a tile."""
         return self.widths[-1] * self.cluster
 
+    @property
+    def chunk(self) -> int:
+        """Rows of results that a warpgroup stores at once."""
+        return min(48, -(-self.widths[-1] // 32) * 16)
+
     def shared_bytes(self, itemsize: int) -> int:
-        """Shared memory of a CTA: the ring, a block of results per warpgroup, and barriers; itemsize is a weight's."""
+        """Shared memory of a CTA: the ring, two chunks of results per warpgroup, barriers; itemsize is a weight's."""
         ring = self.stages * (BLOCK * itemsize + self.widths[-1] * 2) * TILE
-        return ring + WARPGROUPS * self.widths[-1] * PART * 2 + 2048
+        return ring + WARPGROUPS * 2 * self.chunk * PART * 2 + 2048
 
     def check(self, itemsize: int) -> None:
         widths = self.widths
@@ -58,12 +64,13 @@ class GroupedConfig:
 
         Example:
           >>> GroupedConfig.heuristic(slots=4096 * 8, experts=128)
-          GroupedConfig(widths=(64, 144), stages=3, ctas=132, cluster=1)
+          GroupedConfig(widths=(64, 144), stages=4, ctas=132, cluster=1)
         """
         mean = slots / experts
         most = math.ceil(mean + 2 * mean**0.5)  # holds 97 % of the groups under uniform routing
         wide = -(-most // -(-most // 160))  # of equal tiles; the registers of wider ones spill
         wide = max(32, -(-wide // 16) * 16)
         widths = (wide // 32 * 16, wide) if wide >= 64 else (wide,)
-        stages = next(s for s in range(6, 1, -1) if cls(widths, s).shared_bytes(itemsize) <= SHARED_BYTES)
+        most = SHARED_BYTES if itemsize == 2 else SHARED_WITH_SCALES
+        stages = next(s for s in range(6, 1, -1) if cls(widths, s).shared_bytes(itemsize) <= most)
         return cls(widths, stages)

@@ -14,6 +14,7 @@ The rows of a group start at a multiple of 8, so that whole swizzled blocks of 8
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +82,7 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
         weight_refs, refs = refs[:matrices], refs[matrices:]
         scale_refs, refs = refs[:matrices * scaled], refs[matrices * scaled:]
         bias_refs, refs = refs[:biases], refs[biases:]
-        out_ref, weight_ring, row_ring, staging, full, empty, *widened = refs
+        out_ref, weight_ring, row_ring, staging, full, empty, turn, *widened = refs
         wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
         peer = lax.axis_index("peer") if cluster > 1 else jnp.int32(0)
         items = total_ref[0] * jnp.int32(blocks)
@@ -96,8 +97,10 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
             local = item - first * jnp.int32(blocks)
             at = lax.div(local, count)
             number = local - at * count
-            done = number * jnp.int32(config.widest)
-            rows = jnp.minimum(rows - done, jnp.int32(config.widest))
+            # Tiles of one expert are about equal: a narrower product may hold them all.
+            share = lax.div(rows + count * jnp.int32(ROW_ALIGNMENT) - jnp.int32(1), count * jnp.int32(ROW_ALIGNMENT))
+            done = number * share * jnp.int32(ROW_ALIGNMENT)
+            rows = jnp.minimum(rows - done, share * jnp.int32(ROW_ALIGNMENT))
             if cluster > 1:  # the second CTA may have none, and helps with the weights
                 half = lax.div(rows + jnp.int32(2 * ROW_ALIGNMENT - 1), jnp.int32(2 * ROW_ALIGNMENT)) * ROW_ALIGNMENT
                 done, rows = done + peer * half, jnp.clip(rows - peer * half, jnp.int32(0), half)
@@ -222,10 +225,13 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
                         n_operand = row_ring.at[stage, pl.ds(0, width)].transpose((1, 0))
                         operands = [_widen(interpret, part, scales, p, *(ref.at[wg, p] for ref in widened))
                                     for p, part in enumerate(parts(stage))]
+                        # The warpgroups take turns, so that one widens while the other multiplies.
+                        pl.when((wg > 0) | (step > 0))(lambda: plgpu.barrier_wait(turn.at[wg]))
                         for acc, operand in zip(sums, operands, strict=True):
                             plgpu.wgmma(acc, operand, n_operand)
-                        # Registers of operands must not change before; meanwhile the other warpgroup widens.
-                        plgpu.wgmma_wait(0)
+                        plgpu.wgmma_wait(1)
+                        plgpu.barrier_arrive(turn.at[jnp.int32(1) - wg])
+                        plgpu.wgmma_wait(0)  # registers of operands must not change before
                         release(step)
                         return following
 
@@ -235,22 +241,28 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
                 accumulators = [plgpu.ACC((PART, width), jnp.float32)] * 2
                 return pl.run_scoped(widened_products if scaled else products, *accumulators)
 
-            def store(value, column, row, rows, width):
-                """One [64, width] of results, as rows, to `out`."""
-                buffer = staging.at[wg, pl.ds(0, width)]
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                _transpose(interpret, value, buffer, width)
+            def store(results, row, rows, width):
+                """Pairs of a column and [64, width], as rows, to `out`: in chunks that take turns in two buffers."""
+                starts = range(0, width, config.chunk)
+                for turn, ((column, value), start) in enumerate(itertools.product(results, starts)):
+                    count = min(config.chunk, width - start)
+                    buffer = staging.at[wg, turn % 2]
+                    plgpu.wait_smem_to_gmem(min(turn, 1), wait_read_only=True)
+                    _transpose(interpret, value, buffer.at[pl.ds(0, count)], start, count)
 
-                def copy(first_row, count):
-                    plgpu.copy_smem_to_gmem(
-                        staging.at[wg, pl.ds(first_row, count)],
-                        out_ref.at[pl.ds(row + jnp.int32(first_row), count), pl.ds(column, PART)])
+                    def copy(first_row, count, column=column, start=start, buffer=buffer):
+                        plgpu.copy_smem_to_gmem(
+                            buffer.at[pl.ds(first_row, count)],
+                            out_ref.at[pl.ds(row + jnp.int32(start + first_row), count), pl.ds(column, PART)],
+                            commit_group=False)
 
-                inside = column < n
-                whole = rows > width - ROW_ALIGNMENT
-                pl.when(inside & whole)(functools.partial(copy, 0, width))
-                for r in range(0, width - ROW_ALIGNMENT, ROW_ALIGNMENT):
-                    pl.when(inside & jnp.logical_not(whole) & (rows > r))(functools.partial(copy, r, ROW_ALIGNMENT))
+                    inside = column < n
+                    whole = rows > start + count - ROW_ALIGNMENT
+                    pl.when(inside & whole)(functools.partial(copy, 0, count))
+                    for r in range(0, count - ROW_ALIGNMENT, ROW_ALIGNMENT):
+                        pl.when(inside & jnp.logical_not(whole) & (rows > start + r))(
+                            functools.partial(copy, r, ROW_ALIGNMENT))
+                    plgpu.commit_smem_to_gmem_group()
 
             def with_bias(value, ref, expert, at, width):
                 if interpret is None:
@@ -267,17 +279,14 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
                 def then(width):
                     sums = multiply(i, width, expert, weight_row)
                     column = weight_row + wg * jnp.int32(PART)
+                    columns = [column, column if matrices == 2 else column + jnp.int32(WARPGROUPS * PART)]
+                    if biases:
+                        sums = [with_bias(s, ref, expert, at, width)
+                                for s, ref, at in zip(sums, bias_refs * (2 // biases), columns, strict=True)]
                     if matrices == 2:
-                        if biases:
-                            sums = [with_bias(s, ref, expert, column, width)
-                                    for s, ref in zip(sums, bias_refs, strict=True)]
-                        store(finish(*sums), column, row, rows, width)
-                        return
-                    for p, s in enumerate(sums):
-                        at = column + jnp.int32(p * WARPGROUPS * PART)
-                        if biases:
-                            s = with_bias(s, bias_refs[0], expert, at, width)
-                        store(finish(s), at, row, rows, width)
+                        store([(column, finish(*sums))], row, rows, width)
+                    else:
+                        store([(at, finish(s)) for at, s in zip(columns, sums, strict=True)], row, rows, width)
 
                 of_width(rows, then)
                 return following
@@ -293,10 +302,11 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
     scratch = [
         tiled(stages, BLOCK, TILE, dtype=jnp.float8_e4m3fn if scaled else jnp.bfloat16),
         tiled(stages, widest, TILE),
-        tiled(WARPGROUPS, widest, PART),
+        tiled(WARPGROUPS, 2, config.chunk, PART),
         plgpu.Barrier(num_arrivals=matrices + 1, num_barriers=stages),
         plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages) if cluster == 1
         else plgpu.ClusterBarrier(collective_axes=("peer",), num_arrivals=WARPGROUPS, num_barriers=stages),
+        plgpu.Barrier(num_barriers=WARPGROUPS),
     ]
     in_cluster = dict(cluster=(cluster,), cluster_names=("peer",)) if cluster > 1 else {}
     if scaled and interpret is not None:
@@ -335,13 +345,13 @@ def _meet(interpret):
         plgpu.inline_mgpu()(shared_simt.barrier)()
 
 
-def _transpose(interpret, value, buffer, width):
-    """float32 [64, width] -> bfloat16 [width, 64] in shared memory, visible to TMA."""
+def _transpose(interpret, value, buffer, start, count):
+    """Columns start .. of float32 [64, N] -> bfloat16 [count, 64] in shared memory, visible to TMA."""
     if interpret is None:
         tiles = plgpu.RefType(_transforms(2))
-        plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, tiles))(grouped_simt.transpose(width))(value, buffer)
+        plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, tiles))(grouped_simt.transpose(start, count))(value, buffer)
     else:
-        buffer[...] = value.T.astype(jnp.bfloat16)
+        buffer[...] = value[:, start:start + count].T.astype(jnp.bfloat16)
         plgpu.commit_smem()
 
 

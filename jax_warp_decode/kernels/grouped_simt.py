@@ -19,8 +19,9 @@ def need_hopper(name: str) -> None:
                                "wgmma); use strategy='auto' or 'warp_decode'")
 
 
-def transpose(width: int):
-    """A wgmma accumulator [64, width] to shared memory as bfloat16 [width, 64], tiled by (8, 64), 128-byte swizzle.
+def transpose(start: int, count: int):
+    """Columns start .. of a wgmma accumulator [64, N] to shared memory as bfloat16 [count, 64], tiled by (8, 64),
+    128-byte swizzle.
 
     stmatrix with .trans stores four blocks of 8 x 8 at once: rows 0 and 8 of a warp's 16, of two blocks of 8 columns.
     Lane l gives the address of column l % 8 of block l / 8, and the swizzle spreads those of a block over all banks.
@@ -32,13 +33,14 @@ def transpose(width: int):
         warp, lane = t // LANES, t % LANES
         token, block = lane % 8, lane // 8
         piece = warp * 2 + block % 2  # of 8 weight rows, 16 bytes
-        start = Int(simt.address(buffer)) + (block // 2) * 1024 + token * 128 + ((piece ^ token) << 4)
-        pairs = [_pack(v) for v in value.registers.flat]  # columns by 8, then rows 0 and 8
+        to = Int(simt.address(buffer)) + (block // 2) * 1024 + token * 128 + ((piece ^ token) << 4)
+        registers = value.registers.reshape(-1)[start // 4:(start + count) // 4]
+        pairs = [_pack(v) for v in registers]  # columns by 8, then rows 0 and 8
         mgpu.warpgroup_barrier()  # the thread that waited for the buffer has seen it free
-        for c in range(0, width // 8, 2):
+        for c in range(0, count // 8, 2):
             utils.inline_ptx(
                 f"stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0+{c * 1024}], {{$1, $2, $3, $4}};",
-                start.v, *pairs[2 * c:2 * c + 4], has_side_effects=True, convergent=True)
+                to.v, *pairs[2 * c:2 * c + 4], has_side_effects=True, convergent=True)
         nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
         mgpu.warpgroup_barrier()
 
@@ -146,7 +148,8 @@ def widen(part: int):
                 for half in range(2):
                     two = utils.inline_ptx(f"ld.shared.u16 $0, [$1+{half * 512 + k8 * 8}];", at.v,
                                            result_types=_i16(), has_side_effects=True)
-                    pairs.append(utils.inline_ptx(_SCALED, two, factors[half][k16 // 2], result_types=simt.i32()))
+                    pairs.append(utils.inline_ptx(_SCALED, two, factors[half][k16 // 2], result_types=simt.i32(),
+                                                  has_side_effects=True))
         registers = np.empty(len(pairs), object)
         registers[:] = [llvm.bitcast(ir.VectorType.get((2,), ir.BF16Type.get()), p) for p in pairs]
         shape = mgpu.WGMMA_LAYOUT.registers_shape((64, 64))

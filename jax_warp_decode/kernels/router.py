@@ -8,6 +8,10 @@ no step is serial in K. A second exchange, of the chosen scores, gives the sum t
 
 Every row is summed in the same order, so equal rows tie exactly.
 
+`normed_moe_router` takes the RMSNorm before the router along, while its first weights are on their way: every warp
+norms the whole token for itself, the warpgroups of the cluster share the work of storing it. It routes on the
+normalised values as they are stored, rounded.
+
 Grid: (token), cluster: (part of the experts), warpgroups side by side.
 """
 
@@ -26,6 +30,8 @@ from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.gradients import without_gradient
 from jax_warp_decode.kernels import tile
 from jax_warp_decode.kernels.cluster_exchange import ClusterExchange, InterpretedExchange
+from jax_warp_decode.kernels.prefetch import prefetch
+from jax_warp_decode.kernels.row_norm import RowNorm, walk
 from jax_warp_decode.kernels.tile import LANES, LOAD_BYTES, WARPS, RowTile
 from jax_warp_decode.routers import Router, order_key
 
@@ -56,12 +62,14 @@ class RouterConfig:
     unroll: int
 
     @classmethod
-    def heuristic(cls, E: int, H: int, itemsize: int) -> "RouterConfig":
+    def heuristic(cls, E: int, H: int, itemsize: int, normed: bool = False) -> "RouterConfig":
         """The most CTAs that leave a warp at most two experts, then the most warpgroups up to five."""
         pairs = [(c, g) for c in CLUSTERS for g in range(1, 6) if E % (WARPS * c * g) == 0]
         cluster, warpgroups = min(pairs, key=lambda pair: (E > 2 * WARPS * math.prod(pair), -pair[0], -pair[1]))
         rows = E // (WARPS * cluster * warpgroups)
-        return cls(cluster, warpgroups, unroll=min(RowTile(H, FORMATS[itemsize], LANES, rows).steps, max(1, 8 // rows)))
+        # A norm holds x and its gain beside the weights: half as many steps where a thread has 128 registers or less.
+        in_flight = 4 if normed and warpgroups > 2 else 8 // rows
+        return cls(cluster, warpgroups, unroll=min(RowTile(H, FORMATS[itemsize], LANES, rows).steps, max(1, in_flight)))
 
     def rows(self, E: int) -> int:
         """Experts per warp, or 0 if the experts cannot be spread evenly."""
@@ -113,13 +121,20 @@ def _to_float(key: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def _build(T: int, E: int, H: int, K: int, itemsize: int, renormalize: bool, config: RouterConfig, interpret):
-    """One jitted kernel per static configuration, so that equal layers share one trace and one compiled kernel."""
+def _build(T: int, E: int, H: int, K: int, x_dtype, itemsize: int, eps: float | None, renormalize: bool,
+           config: RouterConfig, interpret):
+    """One jitted kernel per static configuration, so that equal layers share one trace and one compiled kernel.
+
+    With an eps, x is normalised first: its gain is a second operand, and the normalised x a third result.
+    """
     rows = RowTile(H, FORMATS[itemsize], LANES, config.rows(E))
+    norm = None if eps is None else RowNorm(rows, config.unroll, eps, interpret is not None)
     ranking = _Ranking(E, config.rows(E))
     zero, one = np.float32(0), np.float32(1)
 
-    def body(x_ref, w_ref, ids_ref, weights_ref, logits_ref, scores_ref, barriers_ref):
+    def body(x_ref, *refs):
+        (*gain_refs, w_ref), (ids_ref, weights_ref, *h_refs), (logits_ref, scores_ref, barriers_ref) = (
+            (refs[:2], refs[2:5], refs[5:]) if norm else (refs[:1], refs[1:3], refs[3:]))
         token = lax.axis_index("token")
         row_tile = lax.axis_index("part") * config.warpgroups + lax.axis_index("warpgroup")
         ids_ref, weights_ref = ids_ref.at[token], weights_ref.at[token]
@@ -128,17 +143,31 @@ def _build(T: int, E: int, H: int, K: int, itemsize: int, renormalize: bool, con
             logits_ref, scores_ref = logits_ref.at[token], scores_ref.at[token]
         else:
             exchange = ClusterExchange(config.cluster, ranking.own_layout, barriers_ref)
+        if norm and not interpret:  # the compiler loads the weights where it needs them, after the norm
+            prefetch(w_ref.at[0, rows.row_slice(row_tile)], rows.out_rows * H * itemsize)
+            prefetch(gain_refs[0], H * gain_refs[0].dtype.itemsize)
         exchange.start((E, K if renormalize else 0))
 
-        def group(steps, acc):
-            loaded = [(step, rows.load((w_ref,), jnp.int32(0), row_tile, step), rows.load_vector(x_ref, (token,), step))
-                      for step in steps]
-            for step, raw, vector in loaded:
-                acc = acc + rows.dot(raw, rows.widen(vector), step)
-            return acc
+        def weights(step):
+            return rows.load((w_ref,), jnp.int32(0), row_tile, step)
 
-        acc = tile.unrolled_loop(rows.steps, config.unroll, True, group, rows.zeros())
-        own = rows.reduce(acc)
+        def vector(step):
+            return rows.load_vector(x_ref, (token,), step)
+
+        first = range(min(config.unroll, rows.steps))
+        early, vectors = list(map(weights, first)), list(map(vector, first))
+        if norm:
+            gains = [rows.load_vector(gain_refs[0], (), step) for step in first]
+            vector, vectors = _normalised(norm, vector, vectors, gains, gain_refs[0], h_refs[0].at[token], row_tile,
+                                          config.cluster * config.warpgroups)
+
+        def add(steps, loaded, total):
+            for step, (raw, piece) in zip(steps, loaded, strict=True):
+                total = total + rows.dot(raw, rows.widen(piece), step)
+            return total
+
+        own = rows.reduce(walk(rows, config.unroll, list(zip(early, vectors, strict=True)),
+                               lambda step: (weights(step), vector(step)), add, rows.zeros()))
         expert = plgpu.broadcasted_iota(jnp.int32, own.shape, 0, layout=ranking.own_layout) + row_tile * own.shape[0]
         exchange.share(0, logits_ref, expert, own, E)
 
@@ -168,6 +197,8 @@ def _build(T: int, E: int, H: int, K: int, itemsize: int, renormalize: bool, con
         exchange.store(weights_ref, rank, score / jnp.where(total == 0, one, total), K)
 
     out = [jax.ShapeDtypeStruct((T, K), jnp.int32), jax.ShapeDtypeStruct((T, K), jnp.float32)]
+    if norm:
+        out.append(jax.ShapeDtypeStruct((T, H // rows.vec, rows.vec), x_dtype))
     shared = (math.prod(ranking.shape), K)  # floats: logits, scores
     if interpret:
         out += [jax.ShapeDtypeStruct((T, n), jnp.float32) for n in shared]
@@ -184,10 +215,26 @@ def _build(T: int, E: int, H: int, K: int, itemsize: int, renormalize: bool, con
         cluster_names=("part",),
         num_threads=config.warpgroups,
         thread_name="warpgroup",
-        kernel_name="moe_router",
+        kernel_name="normed_moe_router" if norm else "moe_router",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
     )), "moe_router: has no gradient; differentiate route on logits of your own")
+
+
+def _normalised(norm: RowNorm, load, early: list, gains: list, gain_ref, h_ref, row_tile, warpgroups: int):
+    """Loads of x, and what is loaded already, both normalised. Stores this warpgroup's share of the normalised token."""
+    scale = norm.scale(early, load)
+
+    def normalised(step):
+        return norm.apply(load(step), scale, norm.rows.load_vector(gain_ref, (), step))
+
+    def store(i, _):  # where the last step starts early, two warpgroups store the same bits
+        step = row_tile + i * jnp.int32(warpgroups)
+        norm.store(h_ref, step, normalised(step))
+
+    steps = jnp.int32(norm.rows.steps + warpgroups - 1) - row_tile
+    lax.fori_loop(jnp.int32(0), lax.div(steps, jnp.int32(warpgroups)), store, None)
+    return normalised, [norm.apply(piece, scale, gain) for piece, gain in zip(early, gains, strict=True)]
 
 
 def moe_router(
@@ -230,14 +277,60 @@ def moe_router(
       >>> ids.tolist(), weights.tolist()
       ([[1, 3]], [[0.5, 0.5]])
     """
+    return _run(x, None, None, w_router, k, renormalize, config, interpret)
+
+
+def normed_moe_router(
+    x: jax.Array,
+    gain: jax.Array,
+    w_router: jax.Array,
+    k: int,
+    *,
+    eps: float,
+    renormalize: bool = True,
+    config: RouterConfig | None = None,
+    interpret: bool | plgpu.InterpretGPUParams = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The norm before the experts and their router, in one launch.
+
+    Args:
+      x: [T, H] bfloat16 or float16, before the norm.
+      gain: [H] of the RMSNorm, bfloat16, float16 or float32.
+      eps: added to the mean square.
+      w_router, k, renormalize, config, interpret: as in `moe_router`.
+
+    Returns:
+      ids and weights of `moe_router(h, ...)`, bit for bit, and h [T, H] = x / sqrt(mean(x ** 2) + eps) * gain, computed
+      in float32 and rounded to the dtype of x.
+
+    Raises:
+      ArgumentError, UnsupportedError: as `moe_router`, and for a gain of the wrong shape or dtype.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_warp_decode.kernels.router import normed_moe_router
+      >>> x, gain = jnp.full((1, 256), 2, jnp.bfloat16), jnp.ones(256, jnp.bfloat16).at[0].set(3)
+      >>> w = jnp.zeros((8, 256), jnp.bfloat16).at[:4, 0].set(jnp.array([1, 3, 2, 3], jnp.bfloat16))
+      >>> ids, weights, h = normed_moe_router(x, gain, w, 2, eps=0.0, interpret=True)
+      >>> ids.tolist(), weights.tolist(), h[0, :3].tolist()
+      ([[1, 3]], [[0.5, 0.5]], [3.0, 1.0, 1.0])
+    """
+    dtype = getattr(gain, "dtype", type(gain).__name__)
+    if dtype not in W_DTYPES or gain.shape != x.shape[1:]:
+        raise ArgumentError(f"gain: got {dtype} {getattr(gain, 'shape', '')}, expected [H] = [{x.shape[-1]}] of "
+                            f"{' or '.join(map(str, W_DTYPES))}")
+    return _run(x, gain, float(eps), w_router, k, renormalize, config, interpret)
+
+
+def _run(x, gain, eps, w_router, k, renormalize, config, interpret) -> tuple[jax.Array, ...]:
     T, E, H, k = _check(x, w_router, k)
     itemsize = jnp.dtype(w_router.dtype).itemsize
     if T == 0:
-        return jnp.zeros((0, k), jnp.int32), jnp.zeros((0, k), jnp.float32)
+        return jnp.zeros((0, k), jnp.int32), jnp.zeros((0, k), jnp.float32), *([] if gain is None else [x])
     if refused := refusal(E, H, itemsize):
         raise UnsupportedError(f"w_router: {refused}; {WAY_OUT}")
     if config is None:  # the interpreter runs every warpgroup in a thread, and stands still if the CPU has too few
-        config = RouterConfig(1, 1, unroll=1) if interpret else RouterConfig.heuristic(E, H, itemsize)
+        config = RouterConfig(1, 1, unroll=1) if interpret else RouterConfig.heuristic(E, H, itemsize, gain is not None)
     if not isinstance(config, RouterConfig):
         raise ArgumentError(f"config: got {type(config).__name__}, expected RouterConfig or None")
     # Without a cluster the stores into other CTAs' memory are an illegal instruction, also where the CTA is its own.
@@ -248,10 +341,12 @@ def moe_router(
         raise ArgumentError(
             f"config: got {config}, expected cluster in {CLUSTERS} of at least {least}, warpgroups 1 to "
             f"{MAX_WARPGROUPS}, unroll from 1, and E / (4 * cluster * warpgroups) whole, up to {MAX_ROWS} for E = {E}")
-    kernel = _build(T, E, H, k, itemsize, bool(renormalize), config, compat.interpret_params(interpret))
+    kernel = _build(T, E, H, k, jnp.dtype(x.dtype), itemsize, eps, bool(renormalize), config,
+                    compat.interpret_params(interpret))
     rows = RowTile(H, FORMATS[itemsize], LANES, config.rows(E))
-    ids, weights, *_ = kernel(rows.vector_operand(x), *rows.weight_operands(w_router[None]))
-    return ids, weights
+    vectors = [rows.vector_operand(a) for a in (x, gain) if a is not None]
+    ids, weights, *h = kernel(*vectors, *rows.weight_operands(w_router[None]))
+    return ids, weights, *(a.reshape(T, H) for a in h[:gain is not None])
 
 
 def refusal(E: int, H: int, itemsize: int) -> str:
@@ -282,3 +377,14 @@ def _check(x, w_router, k) -> tuple[int, int, int, int]:
     if k > min(E, MAX_K):
         raise ArgumentError(f"k: got {k}, expected at most {min(E, MAX_K)} (E = {E}, and {MAX_K} in this kernel)")
     return T, E, H, k
+
+
+def aot_cases():
+    """Cases for a deviceless compile, see tests/aot.py: (name, function, arguments, limits)."""
+    for E, H, K, dtype in ((128, 2048, 8, jnp.bfloat16), (256, 2048, 8, jnp.float32), (512, 2048, 10, jnp.bfloat16),
+                           (320, 7168, 8, jnp.bfloat16)):
+        x, gain, w = (jax.ShapeDtypeStruct(*s) for s in (((2, H), jnp.bfloat16), ((H,), jnp.bfloat16), ((E, H), dtype)))
+        fn = functools.partial(normed_moe_router, k=K, eps=1e-6)
+        # Barriers and shared memory as in bench/tune_router.py.
+        yield (f"normed-router-E{E}-H{H}-{w.dtype}", fn, (x, gain, w),
+               dict(max_registers=168, min_shuffles=10, max_barriers=3, max_shared=16))

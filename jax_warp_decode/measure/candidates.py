@@ -3,8 +3,9 @@
 import itertools
 from typing import Any
 
-from jax_warp_decode.errors import ArgumentError
+from jax_warp_decode import tuning
 from jax_warp_decode.explain import KERNELS
+from jax_warp_decode.kernels import checks
 from jax_warp_decode.kernels.tile import RowTile
 
 LANES = (32, 16, 8)
@@ -13,7 +14,7 @@ ROWS = (1, 2, 3, 4)
 IN_FLIGHT = {16: 3, 8: 3, 12: 2, 4: 1, 24: 1}
 MOST_WASTE = 0.34  # of a row that a last step reads twice, see tile.pick_tile
 MOST = 16
-MOST_TENSOR = 8  # of them, on the tensor cores
+MOST_TENSOR = 3  # of them on the tensor cores, unless these are the likelier ones
 
 
 def candidates(kernel: str, *, T: int, K: int, H: int, I: int, format: str, most: int = MOST) -> list:
@@ -22,12 +23,17 @@ def candidates(kernel: str, *, T: int, K: int, H: int, I: int, format: str, most
     Example:
       >>> from jax_warp_decode.kernels import DownConfig
       >>> from jax_warp_decode.measure.candidates import candidates
-      >>> found = candidates("moe_down", T=1, K=8, H=2048, I=768, format="mxfp8", most=3)
-      >>> len(found), found[0] == DownConfig.heuristic(T=1, K=8, H=2048, I=768, format="mxfp8")
+      >>> found = candidates("moe_down", T=1, K=8, H=2048, I=768, format="bf16", most=3)
+      >>> len(found), found[0] == DownConfig.heuristic(T=1, K=8, H=2048, I=768, format="bf16")
       (3, True)
     """
     kinds: tuple[Any, ...] = KERNELS[kernel]
     kind, tensor = kinds
+    heuristic = tuning.rule_of_thumb(kinds, T, K, H, I, format)
+    shapes = (tensor(*sizes) for sizes in _tensor_sizes(kernel, K))
+    products = [config for config in shapes if checks.fits(config, H, I, K, format)]
+    if isinstance(heuristic, tensor):  # one row a lane is far behind there
+        return list(dict.fromkeys([heuristic, *products]))[:most]
     by_loads: dict[int, list[tuple]] = {loads: [] for loads in IN_FLIGHT}
     for lanes, rows, loads in itertools.product(LANES, ROWS, IN_FLIGHT):
         cols, weights, passes = (H, 2, 1) if kernel == "moe_gate_up" else (I, 1, K)
@@ -36,18 +42,16 @@ def candidates(kernel: str, *, T: int, K: int, H: int, I: int, format: str, most
         if rest or not unroll:
             continue
         waste = tile.steps * tile.step / cols - 1
-        for config in _fitting([kind(lanes, rows, min(unroll, steps))], H, I, K, format):
-            if waste <= MOST_WASTE:
-                # What a last, shorter group of steps leaves unused, and what a last step reads twice.
-                by_loads[loads].append((waste + -steps % config.unroll / steps, -lanes, rows, config))
+        config = kind(lanes, rows, min(unroll, steps))
+        if waste <= MOST_WASTE and checks.fits(config, H, I, K, format):
+            # What a last, shorter group of steps leaves unused, and what a last step reads twice.
+            by_loads[loads].append((waste + -steps % config.unroll / steps, -lanes, rows, config))
     ranked = []
     for loads, share in IN_FLIGHT.items():
         for place, (*cost, config) in enumerate(sorted(by_loads[loads], key=lambda c: c[:-1])):
             ranked.append((place // share, config))
     ranked.sort(key=lambda r: r[0])  # stable: within a round, in the order of IN_FLIGHT
-    heuristic = kind.heuristic(T, K, H, I, format)
-    products = list(_fitting([tensor(*sizes) for sizes in _tensor_sizes(kernel, K)], H, I, K, format))[:MOST_TENSOR]
-    return list(dict.fromkeys([heuristic, *products, *(config for _, config in ranked)]))[:most]
+    return list(dict.fromkeys([heuristic, *products[:MOST_TENSOR], *(config for _, config in ranked)]))[:most]
 
 
 def _tensor_sizes(kernel: str, K: int):
@@ -58,10 +62,3 @@ def _tensor_sizes(kernel: str, K: int):
     return [(*shape, warps, -(-warps // K)) for shape in shapes for warps in (8, 4)]
 
 
-def _fitting(configs, H: int, I: int, K: int, format: str):
-    for config in configs:
-        try:
-            config.check(H, I, K, format)
-        except ArgumentError:
-            continue
-        yield config

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.kernels import dense_rows
 from jax_warp_decode.kernels.attend import attend as fused_attention
+from jax_warp_decode.kernels.attend import new_tickets
 from jax_warp_decode.kernels.rms_norm import rms_norm
 from jax_warp_decode.models.cache import RaggedCache
 from jax_warp_decode.models.decode_attention import ATTENTION, FUSED, attend_masked, resolve, seen_positions
@@ -24,7 +25,7 @@ from jax_warp_decode.models.decoder import Decoder
 from jax_warp_decode.models.decoder_config import DecoderConfig
 from jax_warp_decode.models.rope import rotation
 from jax_warp_decode.moe import moe
-from jax_warp_decode.route_tokens import route_tokens
+from jax_warp_decode.route_tokens import norm_and_route, route_tokens
 from jax_warp_decode.routing import Routing
 
 
@@ -36,7 +37,7 @@ class DecodeModel:
       config: sizes of the decoder.
       experts: (x [T, H], routing, experts) -> y [T, H]; `moe` unless something is compared with it.
       attention: "auto", "fused", or a name in `decode_attention.ATTENTION`. "fused" goes with kernels of this package
-        for everything around it, too: projections, norms, rotation and cache in five launches per layer. Sliding
+        for everything around it, too: projections, norms, rotation and cache in four launches per layer. Sliding
         windows and sinks are XLA's.
       dtype: of the residual stream and the matrix products.
       interpret: run the kernels of "fused" on the CPU, for tests.
@@ -127,11 +128,12 @@ def decode_step_with_routing(
         x = _embed(model, weights, tokens, cache.lengths < cache.max_len)
         rotation = rotation_of(model.config, cache.lengths)
         delta = jnp.zeros_like(x)
+        tickets = new_tickets(x.shape[0], model.config.num_key_value_heads)
     ks, vs, ids = [], [], []
     for number, (layer, k, v) in enumerate(zip(weights.layers, cache.k, cache.v, strict=True)):
         state = x, delta, rotation, cache.lengths, k, v
         if attention == FUSED:
-            x, delta, k, v, chosen = _fused_layer(model, layer, *state)
+            x, delta, k, v, tickets, chosen = _fused_layer(model, layer, *state, tickets)
         else:
             window = model.config.window(number)
             x, delta, k, v, chosen = _decode_layer(ATTENTION[attention], window, model, layer, *state)
@@ -187,7 +189,7 @@ def prefill(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _fused_layer(model, layer, x, delta, rotation, lengths, k_cache, v_cache):
+def _fused_layer(model, layer, x, delta, rotation, lengths, k_cache, v_cache, tickets):
     """A layer on the residual stream x + delta: who reads it adds the two, so that no launch is spent on the sum."""
     config, T = model.config, x.shape[0]
     cos, sin = (a[:, 0] for a in rotation)
@@ -195,15 +197,14 @@ def _fused_layer(model, layer, x, delta, rotation, lengths, k_cache, v_cache):
         with jax.named_scope("qkv"):
             heads = _project(model, (x, delta), layer.w_qkv, gain=layer.input_norm)
         with jax.named_scope("attend"):
-            y, k, v = fused_attention(
+            y, k, v, tickets = fused_attention(
                 heads.reshape(T, -1, config.head_dim), layer.q_norm, layer.k_norm, (cos, sin), k_cache, v_cache,
-                lengths, eps=config.rms_norm_eps, interpret=model.interpret)
+                lengths, tickets, eps=config.rms_norm_eps, interpret=model.interpret)
         with jax.named_scope("output"):
             x = _project(model, (y.reshape(T, -1),), layer.w_o, residuals=(x, delta))
-    with jax.named_scope("norm"):
-        h = rms_norm((x,), layer.post_norm, eps=config.rms_norm_eps, interpret=model.interpret)
-    delta, ids = _experts(model, layer, h)
-    return x, delta, k, v, ids
+    h, routing = norm_and_route(x, layer.post_norm, layer.w_router, config.router, eps=config.rms_norm_eps,
+                                bias=layer.router_bias, interpret=model.interpret)
+    return x, _experts(model, layer, h, routing), k, v, tickets, routing.ids
 
 
 def _project(model, xs, w, *, gain=None, residuals=(), out_dtype=None, name="dense_rows"):
@@ -291,19 +292,18 @@ def decoder_layer(model: DecodeModel, layer: LayerWeights, x: jax.Array, rotatio
             x = x + _dense(y.reshape(T, N * D), layer.w_o, bias=layer.b_o)
     with jax.named_scope("norm"):
         h = _norm(config, x, layer.post_norm)
-    y, ids = _experts(model, layer, h, real)
-    with jax.named_scope("norm"):  # where XLA puts this sum: into the next norm
-        return x + y, state, ids
-
-
-def _experts(model: DecodeModel, layer: LayerWeights, h: jax.Array, real=None) -> tuple[jax.Array, jax.Array]:
-    """Router and routed experts: h [T, H] -> (y [T, H], ids [T, K])."""
-    routing = route_tokens(h, layer.w_router, model.config.router, bias=layer.router_bias)
+    routing = route_tokens(h, layer.w_router, config.router, bias=layer.router_bias)
     if real is not None:  # padding goes to no expert
         with jax.named_scope("router"):
             routing = Routing(jnp.where(real[:, None], routing.ids, jnp.int32(-1)), routing.weights)
+    y = _experts(model, layer, h, routing)
+    with jax.named_scope("norm"):  # where XLA puts this sum: into the next norm
+        return x + y, state, routing.ids
+
+
+def _experts(model: DecodeModel, layer: LayerWeights, h: jax.Array, routing: Routing) -> jax.Array:
     with jax.named_scope("experts"):
-        return model.experts(h, routing, layer.experts), routing.ids
+        return model.experts(h, routing, layer.experts)
 
 
 def _norm(config: DecoderConfig, x: jax.Array, gain: jax.Array) -> jax.Array:

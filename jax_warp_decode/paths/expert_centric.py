@@ -19,8 +19,8 @@ from jax_warp_decode.errors import UnsupportedError
 from jax_warp_decode.experts import MATRIX_OF, ExpertWeights
 from jax_warp_decode.formats import FORMATS, QuantizedArray, dequantize
 from jax_warp_decode.gradients import reverse_only, widen, without_gradient
-from jax_warp_decode.paths import grouped_kernels, grouped_layer
-from jax_warp_decode.paths.grouped_gemm import grouped_gemm, grouped_outer
+from jax_warp_decode.paths import grouped_bias, grouped_layer
+from jax_warp_decode.paths.grouped_gemm import grouped_gemm
 from jax_warp_decode.paths.grouped_plan import IN_BOUNDS
 from jax_warp_decode.routing import Routing
 
@@ -61,8 +61,9 @@ def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: A
     product with float32 accumulation. It has no gradient.
 
     Differentiable in reverse mode, any number of times, with respect to x, routing weights and dense expert weights.
-    On a GPU the products of the backward pass are bfloat16 with float32 accumulation too. Every sum runs in a fixed
-    order, so that gradients are reproducible, and what is not routed has a gradient of exactly zero.
+    On a GPU the products of the backward pass are bfloat16 with float32 accumulation too, each result rounded once to
+    bfloat16, also where the weights are float32; the gradients of biases and routing weights are float32 sums. Every
+    sum runs in a fixed order, so that gradients are reproducible. What is not routed has a gradient of exactly zero.
 
     Temporaries: gathered rows [T * K, H], intermediates [T * K, I] and results [T * K, H], see
     `grouped_layer.temporary_bytes`. On a GPU, MXFP8 weights are read as they are. Other quantised weights, and all of
@@ -264,26 +265,7 @@ def _reverse_only(x, routing, experts):
 
 def _project(rows, w, b, group_sizes, dtype):
     out = grouped_gemm(rows.astype(dtype), widen(w, dtype), group_sizes)
-    return out if b is None else _add_bias(dtype, out, b, group_sizes)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _add_bias(dtype, out, b, group_sizes):
-    """out float32 [M, N] plus the bias [E, N] of the expert of each row. The products of the gradient are `dtype`."""
-    row = jnp.arange(out.shape[0], dtype=jnp.int32)[:, None]
-    expert = jnp.sum(row >= lax.cumsum(group_sizes), axis=1, dtype=jnp.int32)
-    expert = jnp.minimum(expert, jnp.int32(b.shape[0] - 1))  # of rows in no group, any
-    return out + b.astype(jnp.float32).at[expert].get(**IN_BOUNDS)
-
-
-def _add_bias_backward(dtype, saved, cotangent):
-    b, group_sizes = saved
-    # A bias is the weight of one more input, which is always one.
-    ones = jnp.ones((cotangent.shape[0], grouped_kernels.MULTIPLE), dtype)
-    return cotangent, grouped_outer(cotangent, ones, group_sizes)[:, :, 0].astype(b.dtype), None
-
-
-_add_bias.defvjp(lambda dtype, out, b, sizes: (_add_bias(dtype, out, b, sizes), (b, sizes)), _add_bias_backward)
+    return out if b is None else out + grouped_bias.spread(out.shape[0], b, group_sizes)
 
 
 def _check_blocks(format, experts):

@@ -1,8 +1,7 @@
 """The inference form of expert_centric on Hopper: two grouped kernels around one intermediate [R, I].
 
     plan    slots sorted by expert, in groups that start at multiples of 8 rows, and tiles of them
-    gather  x to rows [R, H]
-    gate_up both projections, biases and the activation in one kernel, rounded to bfloat16
+    gate_up both projections of the rows of x, biases and the activation in one kernel, rounded to bfloat16
     down    the down projection and its bias, rounded to bfloat16
     combine float32, the K rows of a token in the order of its slots
 
@@ -46,36 +45,35 @@ def refusal(x_dtype, experts: ExpertWeights) -> str:
 
 
 def temporary_bytes(tokens: int, experts_per_token: int, experts: ExpertWeights) -> int:
-    """Device memory of a call besides its arguments and result, but for indices: rows, intermediate and results.
+    """Device memory of a call besides its arguments and result, but for indices: intermediate and results.
 
     Example:
       >>> import jax
       >>> from jax_warp_decode import ExpertWeights
       >>> w, w_down = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((128, 768, 2048), (128, 2048, 768)))
       >>> temporary_bytes(4096, 8, ExpertWeights(w, w, w_down)) / 2**20
-      312.3125
+      180.8125
     """
     slots = tokens * experts_per_token
     config = GroupedConfig.heuristic(slots, experts.num_experts, ITEMSIZE[experts.format])
     rows = grouped_plan.most_rows(slots, experts.num_experts, config.widest)
-    return 2 * rows * (2 * experts.hidden + experts.intermediate)
+    return 2 * rows * (experts.hidden + experts.intermediate)
 
 
 @functools.cache
-def op(activation: Activation, configs: tuple[GroupedConfig, GroupedConfig] | None = None, gathered: bool = False,
-       make_plan=grouped_plan.plan, interpret=None):
+def op(activation: Activation, configs: tuple[GroupedConfig, GroupedConfig] | None = None,
+       make_plan=grouped_plan.plan_on_gpu, interpret=None):
     """(x [T, H], routing, experts) -> float32 [T, H], with a rule for vmap.
 
     Args:
       configs: of gate_up and of down, None for the heuristic's. Their widest tiles must be equal.
-      make_plan: `grouped_plan.plan`, or `plan_on_gpu`.
-      gathered: gate_up reads the rows of x by itself; else they are copied first.
+      make_plan: `grouped_plan.plan_on_gpu`, or `plan`.
     """
 
     @jax.custom_batching.custom_vmap
     def run(x, routing, experts):
-        return layer(x, routing, experts, activation=activation, configs=configs, gathered=gathered,
-                     make_plan=make_plan, interpret=interpret)
+        return layer(x, routing, experts, activation=activation, configs=configs, make_plan=make_plan,
+                     interpret=interpret)
 
     @run.def_vmap
     def _(size, mapped, x, routing, experts):
@@ -93,19 +91,17 @@ def op(activation: Activation, configs: tuple[GroupedConfig, GroupedConfig] | No
 
 
 def layer(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: Activation,
-          configs: tuple[GroupedConfig, GroupedConfig] | None = None, gathered: bool = False,
-          make_plan=grouped_plan.plan, interpret=None) -> jax.Array:
+          configs: tuple[GroupedConfig, GroupedConfig] | None = None, make_plan=grouped_plan.plan_on_gpu,
+          interpret=None) -> jax.Array:
     """See `op`."""
     E, (T, K) = experts.num_experts, routing.ids.shape
     if configs is None:
         configs = (GroupedConfig.heuristic(T * K, E, ITEMSIZE[experts.format]),) * 2
     with jax.named_scope("plan"):
         plan = make_plan(routing.ids, E, configs[0].widest)
-    with jax.named_scope("gather"):
-        rows = (plan.token, x) if gathered else (x.at[plan.token].get(**IN_BOUNDS),)
     with jax.named_scope("gate_up"):
-        h = _product("moe_grouped_gate_up", rows, plan, (experts.w_gate, experts.w_up), (experts.b_gate, experts.b_up),
-                     activation, configs[0], interpret)
+        h = _product("moe_grouped_gate_up", (plan.token, x), plan, (experts.w_gate, experts.w_up),
+                     (experts.b_gate, experts.b_up), activation, configs[0], interpret)
     with jax.named_scope("down"):
         out = _product("moe_grouped_down", (h,), plan, (experts.w_down,), (experts.b_down,),
                        None, configs[1], interpret)

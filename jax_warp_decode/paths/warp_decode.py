@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax_warp_decode.activations import Activation
 from jax_warp_decode.experts import ExpertWeights
 from jax_warp_decode.formats import QuantizedArray
-from jax_warp_decode.kernels import moe_down_3d_batched, moe_gate_up_3d_batched
+from jax_warp_decode.kernels import DownTensorConfig, kernel_format, moe_down_3d_batched, moe_gate_up_3d_batched
 from jax_warp_decode.paths.decode_op import decode_op
 from jax_warp_decode.routing import Routing
 
@@ -25,13 +25,17 @@ def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: A
     return _op(activation, jnp.dtype(out_dtype or x.dtype), interpret)(x, routing, experts, layer)
 
 
-def intermediate_dtype(experts: ExpertWeights):
-    """float32 where it is free: with 2-byte weights it costs no time and halves the error of a bfloat16 intermediate.
+def intermediate_dtype(experts: ExpertWeights, T: int, K: int):
+    """float32 where it is nearly free: a bfloat16 one makes the error of a layer 1.4 times that of its rounding.
 
-    With narrower weights a lane meets 64 bytes of a float32 intermediate per load, which collide in the L1 banks and
-    slow the down kernel, so it stays bfloat16 there (bench/NOTES.md); float16 has not the range.
+    With 2-byte weights it costs no time, with one-byte weights 2 to 3 % if down runs on tensor cores. Elsewhere
+    it collides in the L1 banks, or costs 10 % and more (four bits), so that it is bfloat16 there (bench/NOTES.md); float16
+    has not the range.
     """
-    return jnp.bfloat16 if isinstance(experts.w_up, QuantizedArray) else jnp.float32
+    if not isinstance(experts.w_up, QuantizedArray):
+        return jnp.float32
+    tensor = DownTensorConfig.heuristic(T, K, experts.hidden, experts.intermediate, experts.format)
+    return jnp.bfloat16 if tensor is None or kernel_format.find(experts.format).paired else jnp.float32
 
 
 @functools.cache
@@ -40,7 +44,8 @@ def _op(activation: Activation, out_dtype, interpret):
         with jax.named_scope("gate_up"):
             h = moe_gate_up_3d_batched(
                 x, routing.ids, experts.w_gate, experts.w_up, b_gate=experts.b_gate, b_up=experts.b_up, layer=layer,
-                activation=activation, out_dtype=intermediate_dtype(experts), interpret=interpret)
+                activation=activation, out_dtype=intermediate_dtype(experts, *routing.ids.shape),
+                interpret=interpret)
         with jax.named_scope("down"):
             return moe_down_3d_batched(
                 h, routing.ids, routing.weights, experts.w_down, b_down=experts.b_down, layer=layer,

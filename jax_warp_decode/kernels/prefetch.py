@@ -1,0 +1,39 @@
+"""Bytes of global memory on their way to the L2 cache before anything else: a little PTX.
+
+Loads to registers take registers from the moment they are issued, and the compiler moves them towards their use. A
+prefetch takes none and stays where it is.
+"""
+
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+LINE = 128  # bytes of a cache line
+THREADS = 128  # of a warpgroup
+
+_ONE = """
+  setp.lt.u32 p, offset, {left};
+  @p prefetch.global.L2 [there + {start}];"""
+
+_CODE = """{{
+  .reg .pred p;
+  .reg .b32 offset;
+  .reg .b64 there;
+  mov.u32 offset, %tid.x;
+  and.b32 offset, offset, {last};
+  mul.lo.u32 offset, offset, {line};
+  cvta.to.global.u64 there, $0;
+  mad.wide.u32 there, offset, 1, there;{all}
+}}"""
+
+
+def prefetch(ref, nbytes: int) -> None:
+    """A warpgroup asks for `nbytes` bytes of global memory from the start of ref on; nobody waits."""
+    step = THREADS * LINE
+    all_of_them = "".join(_ONE.format(left=nbytes - start, start=start) for start in range(0, nbytes, step))
+    code = _CODE.format(last=THREADS - 1, line=LINE, all=all_of_them)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def run(_, ref):
+        mgpu.utils.inline_ptx(code, mgpu.utils.memref_ptr(ref), has_side_effects=True)
+
+    run(ref)
