@@ -33,9 +33,9 @@ from ptx import launch  # noqa: E402
 EXAMPLES = 40  # of each layer in a round; of an interpreted or executed one, which takes seconds, one
 
 
-def run(layer, number: int, machines: list) -> list[float]:
+def run(layer, number: int, simplest: bool, machines: list) -> list[float]:
     """A round of one layer: the share with a bound of each example."""
-    done = test_fuzz.run(layer, EXAMPLES if layer in test_fuzz.LAYERS else 1, number)
+    done = test_fuzz.run(layer, EXAMPLES if layer in test_fuzz.LAYERS else 1, number, simplest)
     races = [race for m in machines for race in m.races.found]
     unwritten = [place for m in machines for place in m.memory.unwritten if place[1] != "shared memory"]
     machines.clear()
@@ -63,7 +63,7 @@ def main(arguments=None) -> int:
         while sum(map(len, shares.values())) < options.examples and time.monotonic() - begin < 60 * options.minutes:
             for layer, done in shares.items():
                 try:
-                    done += run(layer, number, machines)
+                    done += run(layer, number, number == options.seed, machines)
                 except Exception as error:
                     words = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
                     failures.append(dict(layer=layer.id, seed=number, error=words))

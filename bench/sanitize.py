@@ -35,6 +35,7 @@ TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
 PLANTED = {"memcheck", "initcheck", "racecheck"}  # tools whose run ends with a fault that they must find
 # body: the grouped GEMM of JAX that expert_centric runs; the last two are Triton's.
 OUR_KERNELS = re.compile(r"moe_|mosaic_gpu|^body|^rms_norm|^decode_attention")
+LINES_KEPT = 12  # of a finding's text
 MOST_PRINTED = 20000  # findings that a tool writes down
 KILLED = "killed at the time limit"
 SAME_PLACE = dict(  # for a process under compute-sanitizer
@@ -85,31 +86,37 @@ def child(options) -> None:
 
 
 def parse(lines) -> list[dict]:
-    """Findings of a compute-sanitizer log: what it is, in which kernel ("" outside of kernels), how often.
+    """Findings of a compute-sanitizer log: what it is, in which kernel ("" outside of kernels), how often, and the text
+    of the first.
 
     Example:
       >>> from bench.sanitize import parse
       >>> parse(["========= Invalid __global__ read of size 4 bytes",
       ...        "=========     at moe_down_mosaic_gpu_kernel+0x70", "=========     by thread (0,0,0) in block (1,0,0)",
       ...        "========= ", "========= ERROR SUMMARY: 1 error"])
-      [{'what': 'Invalid __global__ read of size 4 bytes', 'kernel': 'moe_down_mosaic_gpu_kernel', 'count': 1}]
+      [{'what': 'Invalid __global__ read of size 4 bytes', 'kernel': 'moe_down_mosaic_gpu_kernel', 'count': 1, \
+'first': ['Invalid __global__ read of size 4 bytes', 'at moe_down_mosaic_gpu_kernel+0x70', 'by thread (0,0,0) in block (1,0,0)']}]
     """
     banner = re.compile(r"COMPUTE-SANITIZER|SUMMARY|Target application|Error: process didn't|Saved host|print limit")
-    found, what, kernel = collections.Counter(), "", ""
+    found, first, what, kernel, text_of = collections.Counter(), {}, "", "", []
     for line in [*lines, "========= end"]:
         if not (text := line.removeprefix("=========")) or text == line:
             continue
         if not text.startswith("  "):  # a new finding, or the end of one
             if what:
                 found[what, kernel] += 1
+                first.setdefault((what, kernel), text_of)
+            text_of = [text.strip()]
             what, kernel = "" if banner.search(text) else text.strip(), ""
             if what == "end":
                 break
+        elif len(text_of) < LINES_KEPT:
+            text_of.append(text.strip())
         if what and not kernel and (at := re.search(r"\b(?:at|in) (?:0x[0-9a-f]+ in )?([A-Za-z_]\w*)(?:\(.*\))?\+0x|"
                                                      r"\bat 0x[0-9a-f]+ in ([A-Za-z_]\w*)", text)):
             kernel = at.group(1) or at.group(2)
             what = re.sub(r" (?:at|between) .*", "", what)
-    return [dict(what=what, kernel=kernel, count=n) for (what, kernel), n in found.items()]
+    return [dict(what=what, kernel=kernel, count=n, first=first[what, kernel]) for (what, kernel), n in found.items()]
 
 
 def where(finding) -> str:
@@ -155,11 +162,11 @@ def collect(tool, folder, codes) -> dict:
     logs, printed = [read(n, "log") for n in shares], [read(n, "out") for n in shares]
     written = [[json.loads(line) for line in read(n, "jsonl")] for n in shares]
     outcomes = {r["case"]: r for records in written for r in records if "case" in r}
-    found = collections.Counter()
+    found: dict[tuple, dict] = {}
     for finding in (finding for log in logs for finding in parse(log)):
-        found[finding["what"], finding["kernel"]] += finding["count"]
-    findings = [dict(what=what, kernel=kernel, count=n) for (what, kernel), n in found.items()]
-    findings = [finding | {"where": where(finding)} for finding in findings]
+        same = found.setdefault((finding["what"], finding["kernel"]), finding | dict(count=0, where=where(finding)))
+        same["count"] += finding["count"]
+    findings = list(found.values())
     count = {place: sum(f["count"] for f in findings if f["where"] == place)
              for place in ("ours", "host", "xla", "planted")}
     problems = [f"{name}: {r['outcome']}" for name, r in outcomes.items() if r["outcome"].startswith("FAILED")]
@@ -224,6 +231,7 @@ def main(arguments=None) -> int:
             print(f"   <- {problem[:400]}")
         for finding in [f for f in r["findings"] if f["where"] != "planted"][:8]:
             print(f"      {finding['count']} x {finding['what'][:110]} in {finding['kernel'] or 'no kernel'}")
+            print(*(f"         {line[:150]}" for line in finding["first"][:4]), sep="\n")
     return 1 if any(r["problems"] for r in reports) else 0
 
 

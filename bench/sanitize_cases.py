@@ -202,24 +202,29 @@ def grouped(format, cluster):
 
 
 def router():
+    """Clusters of 2 to 16 CTAs, with and without the norm before; NaN and inf in one of the tokens."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    from jax_warp_decode.route_tokens import route_tokens
+    from jax_warp_decode.kernels.router import RouterConfig, moe_router, normed_moe_router
     from jax_warp_decode.routing import route
 
-    for E, H, K, T in ((16, 256, 4, 3), (128, 352, 8, 1), (64, 2048, 6, 2)):
-        keys = jax.random.split(jax.random.key(E), 2)
-        x = jax.random.normal(keys[0], (T, H), jnp.bfloat16)
+    for E, H, K, T, config in ((16, 256, 4, 3, None), (128, 352, 8, 1, None), (64, 2048, 6, 2, None),
+                               (64, 352, 3, 3, RouterConfig(2, 4, 2)), (512, 256, 10, 2, RouterConfig(16, 8, 1))):
+        keys = jax.random.split(jax.random.key(E + H), 3)
+        x, gain = jax.random.normal(keys[0], (T, H), jnp.bfloat16), jax.random.normal(keys[2], (H,), jnp.bfloat16)
         w = (jax.random.normal(keys[1], (E, H)) / 16).astype(jnp.bfloat16)
-        got = route_tokens(x, w, K, strategy="one_launch")
-        logits = jnp.dot(x.astype(jnp.float32), w.astype(jnp.float32).T, precision="highest")
-        want = route(logits, K)
-        np.testing.assert_allclose(np.sort(got.weights, -1), np.sort(want.weights, -1), rtol=1e-3)
-        hostile = route_tokens(x.at[0].set(jnp.nan), w, K, strategy="one_launch")
-        ids = np.asarray(hostile.ids)
-        assert all(len(set(row)) == K for row in ids) and (ids >= 0).all() and (ids < E).all()
+        for bad in (None, jnp.nan, jnp.inf):
+            rows = x if bad is None else x.at[0].set(bad)
+            ids, weights, h = normed_moe_router(rows, gain, w, K, eps=1e-6, config=config)
+            for got, given in (((ids, weights), h), (moe_router(rows, w, K, config=config), rows)):
+                logits = jnp.dot(given.astype(jnp.float32), w.astype(jnp.float32).T, precision="highest")
+                want = route(logits, K).weights
+                clean = slice(0 if bad is None else 1, None)
+                np.testing.assert_allclose(np.sort(got[1], -1)[clean], np.sort(want, -1)[clean], rtol=1e-3)
+                chosen = np.asarray(got[0])
+                assert all(len(set(row)) == K for row in chosen) and (chosen >= 0).all() and (chosen < E).all()
 
 
 def around_the_experts():

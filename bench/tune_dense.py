@@ -3,10 +3,11 @@
     python -m bench.tune_dense --out bench/results
 
 A chain of layers with weights of their own for every configuration, all in one trace; results are compared with float32
-first. Writes tune_dense.json.
+first. "read" is a kernel that reads as many bytes and does nothing with them. Writes tune_dense.json.
 """
 
 import argparse
+import dataclasses
 import functools
 import math
 import pathlib
@@ -18,11 +19,15 @@ import numpy as np
 
 from bench.report import Report, need_gpu
 from jax_warp_decode.kernels.dense_rows import DenseConfig, dense_rows
+from jax_warp_decode.kernels.rms_norm import rms_norm
 from jax_warp_decode.measure import read_kernel
 from jax_warp_decode.measure.variants import Variant, compare, measure
 
 SHAPES = {"qkv": (5120, 2048), "output": (2048, 4096), "head": (151936, 2048)}  # Qwen3-30B-A3B: N, M
-CONFIGS = ((1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (2, 8), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2))
+# Rows, unroll and prefetch; the heuristic's choice comes first.
+ALONE = (*((1, 8, False), (2, 4, False), (4, 2, False)),
+         *((1, 4, True), (1, 8, True), (2, 2, True), (2, 4, True), (4, 2, True)))
+TOGETHER = ((2, 4, False), (2, 4, True), (4, 2, True))  # more than one token
 STEP_BYTES = 0.3e9
 TOLERANCE = 1e-2
 
@@ -42,12 +47,23 @@ def make_layers(name: str, tokens: int) -> list[tuple]:
     return [make(jax.random.key(i)) for i in range(count)]
 
 
-def layer_function(name: str, tokens: int, config: DenseConfig):
+def candidates(name: str, tokens: int) -> list[tuple[DenseConfig, bool]]:
+    """Configurations, and whether the norm is a launch of its own."""
+    configs = list(dict.fromkeys([DenseConfig.heuristic(tokens, *SHAPES[name]),
+                                  *(DenseConfig(*config) for config in (ALONE if tokens == 1 else TOGETHER))]))
+    normed = name != "output" and tokens == 1
+    return [(config, False) for config in configs] + [
+        (config, True) for config in configs if normed and config.prefetch] * (name == "head")
+
+
+def layer_function(name: str, tokens: int, config: DenseConfig, own_norm: bool = False):
     """As models.decode_step calls it: the norm comes along for a single token."""
 
     def layer(x, delta, w, gain, residual):
         if name == "output":
             return dense_rows((x,), w, residuals=(residual, residual), config=config)
+        if own_norm:
+            return dense_rows((rms_norm((x, delta), gain, eps=1e-6),), w, config=config)
         if tokens == 1:
             return dense_rows((x, delta), w, gain=gain, config=config)
         return dense_rows((x,), w, config=config)
@@ -66,30 +82,35 @@ def reference(name, tokens, x, delta, w, gain, residual):
 
 def describe_row(row: dict) -> str:
     outcome = row.get("error") or f"{row['us']:7.2f} us  {row['of_read']:.0%} of the read"
-    return f"{row['shape']:7} T={row['tokens']} rows={row['rows']} unroll={row['unroll']}  {outcome}"
+    if not row["tokens"]:
+        return f"{row['shape']:7} read  {outcome}"
+    how = f"rows={row['rows']} unroll={row['unroll']} prefetch={row['prefetch']:d} own_norm={row['own_norm']:d}"
+    return f"{row['shape']:7} T={row['tokens']} {how}  {outcome}"
 
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 8])
-    parser.add_argument("--shapes", nargs="+", default=["qkv", "output"], choices=SHAPES)
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     options = parser.parse_args(argv)
     need_gpu("tune_dense")
     report, ceiling = Report(options.out / "tune_dense.json", "tune_dense"), read_kernel.bytes_per_us()
     for name in options.shapes:
-        variants = []
+        nbytes = 2 * math.prod(SHAPES[name])
+        windows = [(read_kernel.window(jax.random.key(i), nbytes),) for i in range(max(2, round(STEP_BYTES / nbytes)))]
+        variants = [Variant(dict(shape=name, tokens=0), read_kernel.read, windows)]
         for tokens in options.tokens:
             layers = make_layers(name, tokens)
             check = compare([reference(name, tokens, *layers[0])], TOLERANCE)
-            variants += [Variant(dict(shape=name, tokens=tokens, rows=rows, unroll=unroll),
-                                 layer_function(name, tokens, DenseConfig(rows, unroll)), layers, check)
-                         for rows, unroll in CONFIGS]
+            variants += [Variant(dict(shape=name, tokens=tokens, own_norm=own_norm) | dataclasses.asdict(config),
+                                 layer_function(name, tokens, config, own_norm), layers, check)
+                         for config, own_norm in candidates(name, tokens)]
         found = measure(variants, options.steps)
         for row in found:
             if "us" in row:
-                row["of_read"] = math.prod(SHAPES[name]) * 2 / ceiling / row["us"]
+                row["of_read"] = nbytes / ceiling / row["us"]
         found.sort(key=lambda row: (row["tokens"], row.get("us", math.inf)))
         print("\n".join(map(describe_row, found)), flush=True)
         report.add(*found)

@@ -166,7 +166,7 @@ def attention_operands(seed, lengths, query_heads, key_heads, size, positions, d
 
 @pytest.mark.parametrize("query_heads, key_heads, lengths, positions", [
     (3, 1, [0, 5, 16, 17, 100, 255, 256], 256),  # 16 splits, of which rows use 1, 2, 7 and 16; the last row is full
-    (16, 1, [400, 33], 512),  # 32 splits, more than are added at a time
+    (16, 1, [900, 33], 1024),  # 57 splits, more than are added at a time
     (2, 2, [7, 16], 16),  # one split
 ])
 def test_attention_adds_the_parts_of_every_split(query_heads, key_heads, lengths, positions):

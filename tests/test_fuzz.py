@@ -75,14 +75,19 @@ class Layer:
     def unit(self):
         return TENSOR_CORE_UNIT if self.emulated else U
 
-    @property
+    @functools.cached_property
     def h_dtype(self):
         """What the path stores the intermediate in."""
         if self.strategy == "reference" or self.x_dtype == "f32":
             return "float32"
         if self.strategy != "warp_decode":
             return "bfloat16"
-        return "bfloat16" if self.weights in oracle.FORMATS else "float32"
+        return jnp.dtype(warp_decode.intermediate_dtype(make(self, SIMPLEST).args()[2], self.tokens, self.k)).name
+
+    @property
+    def row_dtype(self):
+        """What the path stores the rows of down in, before the combine."""
+        return "bfloat16" if self.strategy == "expert_centric" and self.emulated else "float32"
 
     @property
     def weight_unit(self):
@@ -227,6 +232,8 @@ class Bound:
             h_size = np.abs(h) + h_err
             h_err = h_err + UNIT[layer.h_dtype] * h_size + SUBNORMAL[layer.h_dtype]
             out, out_err, out_size = self._product(h, h_err, *w_down, b_down)
+            if layer.row_dtype != "float32":
+                out_err += UNIT[layer.row_dtype] * (np.abs(out) + out_err) + SUBNORMAL[layer.row_dtype]
             w = np.abs(case.weights[rows, slots].astype(np.float64))[:, None]
             w = np.where(w < TINY, 0, w)
             flushed = np.abs(case.weights[rows, slots].astype(np.float64))[:, None] - w
@@ -264,11 +271,14 @@ class Bound:
 # ------------------------------------------------------------------------------------------------------------ drawing
 
 magnitudes = st.sampled_from([0, 0, 0, 0, 0, 0, -3, 3, -20, 20, -60, 40, -100, -120, 90])
+small_magnitudes = st.sampled_from([0, 0, 0, 0, -3, 3, -20, 20, -120])  # larger ones leave little that has a bound
 draws = st.fixed_dictionaries(dict(
     rng=st.integers(0, 2**32 - 1), pattern=st.sampled_from(oracle.PATTERNS), x=magnitudes, up=magnitudes,
-    down=magnitudes, bias=magnitudes, routing=st.sampled_from([0, 0, -10, 10, -140, 100]), specials=st.integers(0, 3),
-    signs=st.booleans(), bytes=st.sampled_from(["as they are", "ends", "any"]),
+    down=magnitudes, bias=small_magnitudes, routing=st.sampled_from([0, 0, -10, 10, -140, 100]),
+    specials=st.integers(0, 3), signs=st.booleans(), bytes=st.sampled_from(["as they are", "ends", "any"]),
     layer=st.sampled_from([0, 1, 0, 1, 0, 1, 2, -1, 2**31 - 1, -2**31])))
+SIMPLEST = dict(rng=0, pattern="uniform", x=0, up=0, down=0, bias=0, routing=0, specials=0, signs=False,
+                bytes="as they are", layer=0)
 
 
 def make(layer, draw):
@@ -329,18 +339,22 @@ def call(layer, case, number):
     return case, layer.compiled(x, routing, jax.tree.map(stack, experts), layer=jnp.int32(number))
 
 
-def run(layer, examples, number=2026):
-    """Tries so many cases of one layer, drawn from a seed; returns the share of the elements of each with a bound."""
+def run(layer, examples, number=2026, simplest=True):
+    """Tries so many cases of one layer, drawn from a seed; returns the share of the elements of each with a bound.
+
+    Hypothesis begins with the `SIMPLEST` draw, whatever the seed; `simplest` says whether that is one of them.
+    """
     checked = []
 
     @seed(number)
     # Not shrunk: the failing draw, which is printed, is a handful of numbers and a seed already.
-    @settings(max_examples=max(1, examples), deadline=None, database=None, phases=[Phase.generate],
+    @settings(max_examples=max(1, examples) + (not simplest), deadline=None, database=None, phases=[Phase.generate],
               suppress_health_check=list(HealthCheck))
     @given(draws)
     def attempt(draw):
-        case, y = call(layer, make(layer, draw), draw["layer"])
-        checked.append(Bound(layer, case).check(y))
+        if simplest or draw != SIMPLEST:
+            case, y = call(layer, make(layer, draw), draw["layer"])
+            checked.append(Bound(layer, case).check(y))
 
     attempt()
     return checked
@@ -367,9 +381,7 @@ def test_a_random_layer_of_executed_ptx(layer, machines):
 def test_the_bound_is_not_loose(layer):
     """An ordinary layer's bound stays near what its rounding costs, so that a wrong factor or term shows: that of y, of
     the terms of down, whose sizes add up to about sqrt(I) times their sum, and of float32 sums."""
-    magnitude = dict.fromkeys(("x", "up", "down", "bias", "routing"), 0)
-    ordinary = dict(rng=1, pattern="uniform", specials=0, signs=False, bytes="as they are")
-    case = make(layer, magnitude | ordinary)
+    case = make(layer, SIMPLEST | dict(rng=1))
     bound = Bound(layer, case)
     limit = 2 * UNIT[case.x.dtype.name] + UNIT[layer.h_dtype] * layer.intermediate**0.5
     limit += 64 * U * (layer.hidden + layer.intermediate)

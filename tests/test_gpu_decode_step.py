@@ -1,6 +1,7 @@
 """The decode step on the GPU: its kernels against XLA, in place, and generation from ragged prompts."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -11,6 +12,7 @@ import test_decode_step
 
 from bench.decode_model import make_layer
 from jax_warp_decode.kernels.attend import attend, new_tickets
+from jax_warp_decode.kernels.dense_rows import DenseConfig, dense_rows
 from jax_warp_decode.models import Qwen3MoeConfig
 from jax_warp_decode.models.cache import RaggedCache
 from jax_warp_decode.models.decode_loop import decode_tokens, generate_ragged
@@ -125,3 +127,19 @@ def test_sampling_runs_on_the_device(weights, top_p):
     ids = np.concatenate(list(generate_ragged(
         DecodeModel(CONFIG), weights, [[1, 2], [3]], 20, temperature=1.5, top_p=top_p, rng=jax.random.key(0))))
     assert ids.shape == (20, 2) and ids.min() >= 0 and ids.max() < CONFIG.vocab_size and len(set(ids[:, 0])) > 5
+
+
+@pytest.mark.parametrize("tokens, rows, columns", [(1, 5120, 2048), (1, 2048, 4096), (3, 72, 768), (8, 1000, 512)])
+def test_a_prefetch_changes_no_bit_of_a_projection(tokens, rows, columns):
+    keys = jax.random.split(jax.random.key(rows), 3)
+    x, w = (jax.random.normal(key, (n, columns), jnp.bfloat16) for key, n in zip(keys, (tokens, rows)))
+    gain = jnp.linspace(1, 2, columns, dtype=jnp.bfloat16)
+    residual = jax.random.normal(keys[2], (tokens, rows), jnp.bfloat16)
+    run = functools.partial(dense_rows, (x,), w, gain=gain, residuals=(residual,), out_dtype=jnp.float32)
+    want = run(config=DenseConfig(1, 1))
+    exact = np.asarray(x, np.float64)
+    exact = exact / np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(gain, np.float64)
+    np.testing.assert_allclose(
+        want, exact @ np.asarray(w, np.float64).T + np.asarray(residual, np.float64), rtol=1e-4, atol=5e-3)
+    for config in (DenseConfig(1, 2, True), DenseConfig(2, 2, True), DenseConfig(2, 4, False)):
+        np.testing.assert_array_equal(run(config=config), want)

@@ -44,13 +44,12 @@ def test_layer_matches_the_oracle(shape, tokens, weights):
 
 
 @pytest.mark.parametrize("weights", ["bf16", "mxfp8"])
-@pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("widths,stages", [((16,), 3), ((16, 48), 5), ((80, 160), 3), ((64, 144), 4)])
-def test_tiles(widths, stages, cluster, weights):
+def test_tiles(widths, stages, weights):
     """One expert with most of the tokens, others with few or none."""
     case = make("least", 700, weights=weights, pattern="skipped")
     x, routing, experts = case.args()
-    config = GroupedConfig(widths, stages, ctas=6, cluster=cluster)
+    config = GroupedConfig(widths, stages, ctas=6)
     run = jax.jit(grouped_layer.op(get_activation("silu"), (config, config)))
     want = np.asarray(run(x, routing, experts))
     assert_close(jnp.asarray(want).astype(x.dtype), case)

@@ -26,7 +26,7 @@ from jax_warp_decode.routing import Routing
 
 S = jax.ShapeDtypeStruct
 CONFIGS = {"bf16": GroupedConfig(widths=(16, 32), stages=3, ctas=2),
-           "mxfp8": GroupedConfig(widths=(16, 32), stages=3, ctas=2, cluster=2)}
+           "mxfp8": GroupedConfig(widths=(16, 32), stages=3, ctas=2)}
 CONFIG = CONFIGS["bf16"]
 
 

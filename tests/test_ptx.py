@@ -196,23 +196,25 @@ def test_shared_experts(machines, few_ctas, format, kernels):
         oracle.assert_close(y, case, h_dtype="bfloat16", unit=oracle.TENSOR_CORE_UNIT)
 
 
-def test_the_plan_kernel_equals_its_plain_form(machines):
-    ids = np.random.default_rng(0).integers(-1, 10, (50, 3)).astype(np.int32)
+@pytest.mark.parametrize("tokens", [50, 700])
+def test_the_plan_kernel_equals_its_plain_form(machines, tokens):
+    """With one CTA, and with three, the last of which has few slots."""
+    ids = np.random.default_rng(0).integers(-1, 10, (tokens, 3)).astype(np.int32)
     got, want = (jax.tree.map(np.asarray, plan(ids, 9, 16)) for plan in (grouped_plan.plan_on_gpu, grouped_plan.plan))
     routed = (ids >= 0) & (ids < 9)
     rows = want.position[routed]
     np.testing.assert_array_equal(got.position[routed], rows)
     np.testing.assert_array_equal(got.token[rows], want.token[rows])
-    assert got.token.min() >= 0 and got.token.max() < 50 and got.total == want.total
+    assert got.token.min() >= 0 and got.token.max() < tokens and got.total == want.total
     np.testing.assert_array_equal(got.tiles[:5 * got.total[0]], want.tiles[:5 * got.total[0]])
     assert not machines[-1].memory.unwritten and not machines[-1].races.found
 
 
 def test_grouped_kernels(machines):
     """Gathered rows, scales in registers, products of different widths, stores through stmatrix and TMA."""
-    case = oracle.make_case(7, tokens=20, experts=3, hidden=128, intermediate=64, k=2, weights="mxfp8",
+    case = oracle.make_case(7, tokens=40, experts=3, hidden=128, intermediate=64, k=2, weights="mxfp8",
                             pattern="skipped")
-    config = GroupedConfig((16,), 3, ctas=2)
+    config = GroupedConfig((16, 48), 3, ctas=2)
     y = grouped_layer.op(get_activation("silu"), (config, config))(*case.args())
     error = np.asarray(y, np.float64) - case.exact
     assert np.linalg.norm(error) <= 2.0**-8 * np.linalg.norm(case.exact)

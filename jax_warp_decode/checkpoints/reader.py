@@ -23,9 +23,12 @@ CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-# Of JSON: of one file each, and of the headers of all shards. DeepSeek-V3, 91,000 tensors in 163 shards, has headers of
-# 0.1 MB and an index of 9 MB. A file at these limits is read within two seconds.
-MAX_CONFIG_BYTES, MAX_HEADER_BYTES, MAX_HEADERS_BYTES, MAX_INDEX_BYTES = 2**20, 2**22, 2**25, 2**25
+# Of JSON: of one file each, and of the headers of all shards. Published shards have headers of 0.1 MB; DeepSeek-V3 has
+# 91,000 tensors in 163 of them and an index of 9 MB, Kimi-K2 in int4 210,000 and 31 MB of headers. A model of 48 layers
+# of 128 experts in one file has a header of 2.3 MB in bfloat16, 4.8 MB with scales, and 9.2 MB (73,728 tensors) where
+# a weight is stored as four. A file at these limits is read within two seconds.
+MAX_CONFIG_BYTES, MAX_HEADER_BYTES, MAX_HEADERS_BYTES, MAX_INDEX_BYTES = 2**20, 2**24, 2**26, 2**25
+MAX_TENSORS = 3 * 2**15  # of one file
 MAX_INDEX_TENSORS = 2**18
 MAX_INDEX_NESTING = 100  # objects and lists; an index has three
 
@@ -169,10 +172,11 @@ def _read_file(path: pathlib.Path, limit: int) -> tuple[dict[str, StoredTensor],
                 raise ValueError(f"a header of {size} bytes, expected at most {MAX_HEADER_BYTES}, and "
                                  f"{MAX_HEADERS_BYTES} in all shards together")
             text = file.read(size)
+        _check_count(text)
         # Opening checks sizes, types, and that the tensors cover the file without holes or overlap.
         with safetensors.safe_open(path, framework="numpy"):
             pass
-        header = _parse_object(text)
+        header = _parse_header(text)
     except (safetensors.SafetensorError, ValueError, RecursionError, OSError) as error:
         raise CheckpointError(f"{path}: not a valid safetensors file: {_printable(error)}") from error
     tensors = {}
@@ -182,6 +186,23 @@ def _read_file(path: pathlib.Path, limit: int) -> tuple[dict[str, StoredTensor],
             start, end = entry["data_offsets"]
             tensors[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), path, 8 + size + start, end - start)
     return tensors, size
+
+
+def _check_count(text: bytes) -> None:
+    """Refuses a header that would take long to parse, before it is parsed: a tensor has one object, and six commas with
+    its three dimensions."""
+    if text.count(b"{") - 2 > MAX_TENSORS:  # the header itself and __metadata__ are two more
+        raise ValueError(f"over {MAX_TENSORS} objects, expected at most so many tensors")
+    if text.count(b",") > 6 * MAX_TENSORS:
+        raise ValueError(f"over {6 * MAX_TENSORS} values, expected at most so many")
+
+
+def _parse_header(text: bytes) -> dict[str, Any]:
+    """Parses a header that safetensors accepts: an object whose values are objects."""
+    header = json.loads(text)
+    if text.count(b"{") != 1 + len(header):  # more objects than names: names are repeated, or strings have braces
+        _check_repeated(text)
+    return header
 
 
 def _read_shards(index: pathlib.Path) -> dict[str, StoredTensor]:
@@ -214,11 +235,15 @@ def _read_shards(index: pathlib.Path) -> dict[str, StoredTensor]:
 
 
 def _parse_object(text: bytes) -> dict[str, Any]:
-    json.loads(text, object_pairs_hook=_refuse_repeated)
+    _check_repeated(text)
     value = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError(f"got {type(value).__name__}, expected an object")
     return value
+
+
+def _check_repeated(text: bytes) -> None:
+    json.loads(text, object_pairs_hook=_refuse_repeated)
 
 
 def _refuse_repeated(pairs: list[tuple[str, Any]]) -> None:

@@ -29,7 +29,7 @@ from jax.experimental.pallas import triton as plgpu
 
 PROGRAMS = 256  # in all, about two per multiprocessor
 MAX_SPLITS = 64
-ADDED = 8192  # numbers that a program adds at a time, 64 registers a thread
+ADDED = 16384  # numbers that a program adds at a time, 128 registers a thread
 QUERIES = 16  # least rows of a tensor-core product; those that are no query are masked
 NEVER = -1e30  # logit of a position that does not exist; finite, so that differences are
 
@@ -154,7 +154,7 @@ def _add(at, top_ref, sum_ref, out_ref, y_ref, used, *, group, splits):
         mask = ((first + jnp.arange(count, dtype=jnp.int32)) < used)[:, None] & real[None]
         piece = ref.at[row, pl.ds(first, count), queries, *[slice(None)] * (len(ref.shape) - 3)]
         mask = jnp.broadcast_to(jnp.expand_dims(mask, tuple(range(2, len(piece.shape)))), piece.shape)
-        return plgpu.load(piece, mask=mask, other=NEVER if ref is top_ref else 0.0, cache_modifier=".cg")
+        return plgpu.load(piece, mask=mask, other=NEVER if ref is top_ref else 0.0, volatile=True)
 
     def body(i, carry):
         largest, total, y = carry

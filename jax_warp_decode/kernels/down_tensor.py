@@ -22,13 +22,15 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.gradients import without_gradient
-from jax_warp_decode.kernels import checks, row_activations, row_products, simt, tile
+from jax_warp_decode.kernels import checks, kernel_format, row_activations, row_products, simt, tile
 from jax_warp_decode.kernels.expert_index import ExpertIndex, take
 from jax_warp_decode.kernels.row_products import QUAD, ROWS, Walk
 from jax_warp_decode.kernels.simt import LANES, WARPGROUP, Int
 
 MOST_SLOTS = LANES  # of a token: a lane looks each up
-MOST_SHARED = 72 * 1024  # bytes of h: a multiprocessor has room for three CTAs
+# Bytes of h, which every CTA has in shared memory: of a bfloat16 one, so that a multiprocessor has room for three CTAs; of
+# a float32 one, so that filling it stays cheap (bench/NOTES.md).
+MOST_SHARED, MOST_SPLIT = 72 * 1024, 32 * 1024
 ENTRY = 12  # bytes of a routed slot in the table: its number, expert and weight
 REF, SCALAR = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
 
@@ -56,8 +58,9 @@ class DownTensorConfig:
         config = cls(tiles=1 if T * H < 8192 else 2, unroll=1, warps=8, parts=-(-8 // K))
         if not checks.fits(config, H, I, K, format):
             return None
-        values, factors = config.walk(I, format, split=True).shared(K)
-        return config if 2 * values + 4 * factors <= MOST_SHARED else None
+        split = not kernel_format.find(format).paired  # as in `warp_decode.intermediate_dtype`
+        values, factors = config.walk(I, format, split).shared(K)
+        return config if 2 * values + 4 * factors <= (MOST_SPLIT if split else MOST_SHARED) else None
 
     def check(self, H: int, I: int, K: int, format: str) -> None:
         """Raises `ArgumentError` if it does not fit."""

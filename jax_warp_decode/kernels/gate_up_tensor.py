@@ -48,9 +48,9 @@ class GateUpTensorConfig:
     @classmethod
     def heuristic(cls, T: int, K: int, H: int, I: int, format: str) -> "GateUpTensorConfig | None":
         """Where it beats `GateUpConfig`, or None."""
-        # Four-bit weights are bound by their conversion once there are pairs enough (bench/NOTES.md).
+        # Four-bit weights are bound by their conversion once there are neurons enough (bench/NOTES.md).
         config = cls(tiles=1, unroll=1)
-        return config if format == "mxfp4" and T * K >= 16 and checks.fits(config, H, I, K, format) else None
+        return config if format == "mxfp4" and T * K * I >= 8192 and checks.fits(config, H, I, K, format) else None
 
     def check(self, H: int, I: int, K: int, format: str) -> None:
         """Raises `ArgumentError` if it does not fit."""

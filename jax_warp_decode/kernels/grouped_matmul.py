@@ -63,6 +63,8 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
     if gathered and config.stages < 3:
         raise ArgumentError(f"config: got {config}; with gathered rows, stages must be 3 at least")
     scaled = itemsize == 1
+    if scaled and config.cluster > 1:
+        raise ArgumentError(f"config: got {config}; with MXFP8 weights, cluster must be 1")
     widths, stages, cluster = config.widths, config.stages, config.cluster
     clusters = config.ctas // cluster
     steps = -(-cols // TILE)

@@ -28,9 +28,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_warp_decode import compat
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.gradients import without_gradient
-from jax_warp_decode.kernels import tile
 from jax_warp_decode.kernels.cluster_exchange import ClusterExchange, InterpretedExchange
-from jax_warp_decode.kernels.prefetch import prefetch
+from jax_warp_decode.kernels.prefetch import prefetch_lines
 from jax_warp_decode.kernels.row_norm import RowNorm, walk
 from jax_warp_decode.kernels.tile import LANES, LOAD_BYTES, WARPS, RowTile
 from jax_warp_decode.routers import Router, order_key
@@ -144,8 +143,8 @@ def _build(T: int, E: int, H: int, K: int, x_dtype, itemsize: int, eps: float | 
         else:
             exchange = ClusterExchange(config.cluster, ranking.own_layout, barriers_ref)
         if norm and not interpret:  # the compiler loads the weights where it needs them, after the norm
-            prefetch(w_ref.at[0, rows.row_slice(row_tile)], rows.out_rows * H * itemsize)
-            prefetch(gain_refs[0], H * gain_refs[0].dtype.itemsize)
+            prefetch_lines(w_ref.at[0, rows.row_slice(row_tile)], rows.out_rows * H * itemsize)
+            prefetch_lines(gain_refs[0], H * gain_refs[0].dtype.itemsize)
         exchange.start((E, K if renormalize else 0))
 
         def weights(step):
@@ -222,7 +221,7 @@ def _build(T: int, E: int, H: int, K: int, x_dtype, itemsize: int, eps: float | 
 
 
 def _normalised(norm: RowNorm, load, early: list, gains: list, gain_ref, h_ref, row_tile, warpgroups: int):
-    """Loads of x, and what is loaded already, both normalised. Stores this warpgroup's share of the normalised token."""
+    """Loads of x, and what is loaded already, both normalised. Stores this warpgroup's share of the whole token."""
     scale = norm.scale(early, load)
 
     def normalised(step):

@@ -108,12 +108,24 @@ def _build_sum(T: int, K: int, index: ExpertIndex, H: int, out_dtype, interpret)
         slots = [token * K + k for k in range(K)]
         routed = [index.lookup(ids_ref, s, layer_refs)[1] for s in slots]
         weights = [weights_ref[s] for s in slots]
-        rows = [plgpu.load(products_ref.at[s, piece], layout=layout, optimized=False) for s in slots]
-        y = plgpu.layout_cast(jnp.zeros((size,), jnp.float32), layout)
-        for is_routed, weight, row in zip(routed, weights, rows, strict=True):
-            # A select, as the rows of slots that are not routed were never written.
-            y = y + jnp.where(lax.broadcast_in_dim(is_routed, (size,), ()), weight * row, jnp.float32(0))
-        compat.store_unaligned(y_ref.at[token, piece], y.astype(out_dtype))
+        # Nobody wrote the rows of slots that are not routed: another slot's is read, and dropped by a select.
+        stand_in = jnp.int32(-1)
+        for s, is_routed in zip(slots, routed, strict=True):
+            stand_in = jnp.where(is_routed, s, stand_in)
+        zeros = plgpu.layout_cast(jnp.zeros((size,), jnp.float32), layout)
+
+        @pl.when(stand_in >= 0)
+        def _():
+            rows = [plgpu.load(products_ref.at[jnp.where(is_routed, s, stand_in), piece], layout=layout,
+                               optimized=False) for s, is_routed in zip(slots, routed, strict=True)]
+            y = zeros
+            for is_routed, weight, row in zip(routed, weights, rows, strict=True):
+                y = y + jnp.where(lax.broadcast_in_dim(is_routed, (size,), ()), weight * row, jnp.float32(0))
+            compat.store_unaligned(y_ref.at[token, piece], y.astype(out_dtype))
+
+        @pl.when(stand_in < 0)
+        def _():
+            compat.store_unaligned(y_ref.at[token, piece], zeros.astype(out_dtype))
 
     return without_gradient(jax.jit(plgpu.kernel(
         body,

@@ -47,13 +47,14 @@ def plan(tokens: int, experts: int, slots: int, threads: int):
     Each slot draws a number within its expert from a counter, in no certain order; `sort` and `select` use it.
     """
 
+    padded_experts = -(-experts // LANES) * LANES
+
     def body(_ctx, ids, drawn_s, count_s, from_s, expert_s, place_s, info_s, total_s):
         if utils.get_arch().major != 9:
             raise UnsupportedError(
                 f"strategy: 'shared_decode' got compute capability {utils.get_arch()}, its kernels need 9.0 (Hopper's "
                 "wgmma); use strategy='auto' or 'warp_decode'")
         t, lane = simt.thread(), simt.thread() % LANES
-        padded_experts = -(-experts // LANES) * LANES
 
         @simt.loop(-(-padded_experts // threads))
         def _(i):
@@ -79,8 +80,12 @@ def plan(tokens: int, experts: int, slots: int, threads: int):
 
         simt.meet(threads)
 
-        # Every warp does the same scans, of slots and passes at once, and writes the same values; those of UNROLL
-        # chunks of experts overlap.
+        with mgpu.when(t < LANES):
+            scan(lane, count_s, from_s, expert_s, place_s, info_s, total_s)
+        simt.meet(threads)
+
+    def scan(lane, count_s, from_s, expert_s, place_s, info_s, total_s):
+        """The first warp's: scans of slots and passes at once; those of UNROLL chunks of experts overlap."""
         total = Int(0)
         for start in range(0, padded_experts, LANES * UNROLL):
             found = []
@@ -101,9 +106,8 @@ def plan(tokens: int, experts: int, slots: int, threads: int):
                     simt.put(info_s, first + q, number << 16 | (count - q * tokens).min(tokens))
 
                 total = total + simt.last_lane(inclusive)
-
-        simt.put(total_s, Int(0), total >> 16)
-        simt.meet(threads)
+        with mgpu.when(lane.equals(0)):
+            simt.put(total_s, Int(0), total >> 16)
 
     return body
 
@@ -161,9 +165,7 @@ def select(tokens: int, slots: int, threads: int):
         below = (Int(1) << lane) - 1
         simt.meet(threads)  # `sort` is done everywhere
 
-        # Every warp does the same and writes the same values.
-        @simt.loop(-(-slots // LANES), Int(0) - q * tokens)
-        def found(chunk, before):
+        def search(chunk, before):
             s = chunk * LANES + lane
             hit = (simt.at(drawn_s, s) & 0xFFFF).equals(e)
             hits = Int(utils.inline_ptx("vote.sync.ballot.b32 $0, $1, 0xffffffff;", hit, result_types=simt.i32(),
@@ -173,7 +175,8 @@ def select(tokens: int, slots: int, threads: int):
                 simt.put(order_s, place + rank, s)
             return before + simt.population(hits)
 
-        del found
+        with mgpu.when(simt.thread() < LANES):
+            simt.loop(-(-slots // LANES), Int(0) - q * tokens)(search)
 
     return body
 
@@ -232,21 +235,26 @@ def gather(tokens: int, cols: int, columns: int, divisor: int, wide: bool, threa
 
         @simt.loop((total + (threads * UNROLL - 1)) // (threads * UNROLL))
         def _(i):
-            # The last groups may be done twice, with the same result.
-            groups = [at((i * (threads * UNROLL) + u * threads + t).min(total - 1)) for u in range(UNROLL)]
+            numbers = [i * (threads * UNROLL) + u * threads + t for u in range(UNROLL)]
+            groups = [(n < total, *at(n.min(total - 1))) for n in numbers]
             if wide:
-                for loaded, where in [(load_words(start, group, words), where) for group, where in groups]:
-                    store(loaded, where)
+                loaded = [load_words(start, group, words) for _, group, _ in groups]
+                for (exists, _, where), values in zip(groups, loaded, strict=True):
+                    with mgpu.when(exists):
+                        store(values, where)
             else:
-                for group, where in groups:
-                    utils.inline_ptx("cp.async.cg.shared.global [$0], [$1], 16;", where.v,
-                                     simt.global_offset(start, *group))
+                for exists, group, where in groups:
+                    utils.inline_ptx(_COPY, arith.extui(simt.i32(), exists), where.v, simt.global_offset(start, *group),
+                                     has_side_effects=True)
 
         if not wide:
             utils.inline_ptx("cp.async.wait_all;", has_side_effects=True)
         finish_operand(threads)
 
     return body
+
+
+_COPY = "{ .reg .pred exists; setp.ne.b32 exists, $0, 0; @exists cp.async.cg.shared.global [$1], [$2], 16; }"
 
 
 def own_row(t: Int, permuted: bool) -> Int:
