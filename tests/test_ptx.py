@@ -128,6 +128,8 @@ def test_fragments_are_where_tensor_cores_want_them():
     ("ld.shared.b32 %r0, [%r98+4096];", AccessError, "shared memory"),
     ("setp.lt.u32 %p0, %t, 32; @%p0 bra OUT; bar.sync 0; OUT: bar.sync 1, 64; mov.b32 %r0, 0;", MachineError,
      "deadlock.*bar.sync 0.*bar.sync 1"),
+    ("setp.lt.u32 %p0, %t, 32; @%p0 bra OUT; bar.sync 0; bra END; OUT: bar.sync 0; END: mov.b32 %r0, 0;", AccessError,
+     "barrier 0 at another instruction"),
     ("setp.lt.u32 %p0, %t, 7; @%p0 bra OUT; vote.sync.ballot.b32 %r0, %p0, 0xffffffff; OUT: mov.b32 %r0, 0;",
      MachineError, "deadlock.*vote"),
     ("madd.u32 %r0, %t, %t;", MachineError, "unknown instruction madd"),

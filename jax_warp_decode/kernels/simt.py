@@ -109,7 +109,8 @@ def thread() -> Int:
 
 def meet(threads: int) -> None:
     """A barrier among all threads of the CTA."""
-    utils.inline_ptx(f"bar.sync 0, {threads};", has_side_effects=True)
+    # Convergent: else LLVM may copy it into the branches before it, and threads of a CTA meet at two barriers.
+    utils.inline_ptx(f"bar.sync 0, {threads};", has_side_effects=True, convergent=True)
 
 
 def address(ref) -> ir.Value:

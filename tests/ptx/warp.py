@@ -6,6 +6,7 @@ Most need whole warps, as this repository's kernels use them with a full mask: t
 import numpy as np
 
 from ptx.arithmetic import F32, F64, PRED, TYPES, U32
+from ptx.memory import AccessError
 
 LANES = 32
 
@@ -141,10 +142,12 @@ def _barrier(modifiers, operands):
             m.wait(numbers, m.here + 1)
         for key in set(zip(cta.tolist(), which.tolist(), expected.tolist(), strict=True)):
             mine = (cta == key[0]) & (which == key[1])
-            entry = m.waiting.setdefault(key[:2], [0, []])
+            entry = m.waiting.setdefault(key[:2], [0, [], m.here])
             entry[0] += int(mine.sum())
             if kind == "sync":
                 entry[1].append(numbers[mine])
+                if key[1] == 0 and entry[2] != m.here:  # what synccheck calls divergent; other numbers are for roles
+                    raise AccessError(f"{m.where}: other threads wait for barrier 0 at another instruction")
             if entry[0] > key[2]:
                 raise NotImplementedError(f"{m.where}: {entry[0]} threads at a barrier for {key[2]}")
             if entry[0] == key[2]:
