@@ -15,6 +15,8 @@ import pathlib
 import re
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 
 import jax
@@ -37,14 +39,12 @@ MOST_PROCESSES = 4  # of a group
 LOST = re.compile(r"CUDA_ERROR|illegal (memory|instruction)|misaligned|unspecified launch", re.IGNORECASE)
 MATMUL = 8192
 # What to try besides the heuristic's configuration, and format, tokens and trials of each case. A trial: widths,
-# stages, CTAs in a cluster.
-WIDE = (((128, 144), 4, 1), ((128, 144), 4, 2))
+# stages.
 GROUPS = {
-    "bf16": [("bf16", 4096, (((64, 144), 3, 1), *WIDE))],
-    "large": [("bf16", 8192, WIDE)],
-    "mxfp8": [("mxfp8", 4096, (((64, 144), 3, 1), WIDE[0]))],
-    "small": [("bf16", 256, ()), ("mxfp8", 256, ()), ("bf16", 1024, (((64, 80), 4, 1),)),
-              ("bf16", 2048, (((128, 160), 3, 1),))],
+    "bf16": [("bf16", 4096, (((64, 144), 4), ((64, 128, 144), 4)))],
+    "large": [("bf16", 8192, (((64, 128, 144), 4),))],
+    "mxfp8": [("mxfp8", 4096, (((64, 144), 3), ((128, 144), 3), ((128, 144), 5)))],
+    "small": [("bf16", 256, ()), ("mxfp8", 256, ()), ("bf16", 1024, (((80,), 4),)), ("bf16", 2048, (((128, 160), 3),))],
 }
 
 
@@ -54,9 +54,9 @@ def variants(preset, format, T, trials, make_plan):
     heuristic = GroupedConfig.heuristic(
         T * preset.experts_per_token, preset.num_experts, grouped_layer.ITEMSIZE[format])
     yield f"heuristic {heuristic.widths} {heuristic.stages}", grouped_layer.op(silu, None, make_plan)
-    for widths, stages, cluster in trials:
-        name = f"{'x'.join(map(str, widths))} {stages}" + " cluster" * (cluster > 1)
-        config = attempt(functools.partial(GroupedConfig, widths, stages, cluster=cluster))
+    for widths, stages in trials:
+        name = f"{'x'.join(map(str, widths))} {stages}"
+        config = attempt(functools.partial(GroupedConfig, widths, stages))
         yield name, config if isinstance(config, Exception) else grouped_layer.op(silu, (config, config), make_plan)
 
 
@@ -146,16 +146,25 @@ def start_child(group: str, done: list, options) -> tuple[list[dict], str]:
     """What a process of the group says, and how it ended if not well."""
     command = [sys.executable, "-m", "bench.grouped", "--model", options.model, "--out", str(options.out),
                "--child", group, "--done", json.dumps(done), *["--xla-plan"] * options.xla_plan]
-    try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=options.limit)
-        out, err = process.stdout, process.stderr
-        ended = f"ended with {process.returncode}" if process.returncode else ""
-    except subprocess.TimeoutExpired as stopped:
-        out, err = ((s or b"").decode() for s in (stopped.stdout, stopped.stderr))
-        ended = f"stopped after {options.limit:.0f} s"
-    if ended:
-        ended += ": " + " ".join([line for line in err.splitlines() if line.strip()][-1:])[:200]
-    return [json.loads(line) for line in out.splitlines() if line.startswith("{")], ended
+    said = []
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        timer = threading.Timer(options.limit, process.kill)
+        timer.start()
+        for line in process.stdout:
+            if line.startswith("{"):
+                said.append(json.loads(line))
+                if "row" in said[-1]:  # at once: what runs this may be stopped
+                    print(describe_row(said[-1]["row"]), flush=True)
+        process.wait()
+        timed_out = timer.finished.is_set()
+        timer.cancel()
+        errors.seek(0)
+        last = [line for line in errors if line.strip()][-1:]
+    if not process.returncode:
+        return said, ""
+    ended = f"stopped after {options.limit:.0f} s" if timed_out else f"ended with {process.returncode}"
+    return said, f"{ended}: {' '.join(last).strip()}"[:200]
 
 
 def run_group(group: str, options) -> list[dict]:
@@ -171,6 +180,7 @@ def run_group(group: str, options) -> list[dict]:
             tried = [record["trying"] for record in said if "trying" in record] or [dict(variant=group)]
             lost = dict(tried[-1], error=ended)
             new.append(lost)
+            print(describe_row(lost), flush=True)
         rows += new
         done = [[row.get("format"), row.get("tokens"), row["variant"]] for row in rows]
         if not lost or lost["variant"] in ("all", group):
@@ -215,7 +225,6 @@ def main(argv=None) -> int:
         found = run_group(group, options)
         report.add(*found)
         options.xla_plan |= group == "plan" and any("error" in row for row in found)
-        print("\n".join(map(describe_row, found)))
         print(f"-- {group}: {time.monotonic() - start:.0f} s", flush=True)
     return max(report.finish(), int(any("error" in row for row in report.rows)))
 

@@ -4,18 +4,20 @@
 
 Each tool watches processes of its own with the same cases (bench.sanitize_cases), all side by side on one GPU; the
 processes of a tool take turns in the cases, most of whose time is compiling. Every buffer is an allocation of its own
-there, so that memcheck sees a read beyond any of them, and the results are compared with the float64 oracle, so that a
-case which computed nothing cannot pass. The last case of a tool is a kernel with a planted fault that it must find
-(synccheck has none).
+there, with space behind it, so that memcheck sees a read beyond any of them, and the results are compared with the
+float64 oracle, so that a case which computed nothing cannot pass. A case that ends its process, or takes a minute, is a
+failure, and another process goes on with the next. The last case of a tool is a kernel with a planted fault that it
+must find (synccheck has none); for memcheck these are two, a read just behind a buffer and one far away.
 
 Writes sanitize.json: per tool the findings by kernel, those in kernels of this package (Mosaic GPU kernels) apart from
-those in kernels of XLA and in copies to the host, the outcome of every case, and the end of the log. Exit code 1: a
-finding in one of our kernels, a copy of something that was never written, a case that failed, or a planted fault that
-went unseen; 2: no compute-sanitizer.
+those in kernels of XLA, in copies to the host, and what a tool says about itself, such as records that it dropped; the
+outcome of every case, and the end of the log. Exit code 1: a finding in one of our kernels, a copy of something that
+was never written, a case that failed, dropped records, or a planted fault that went unseen; 2: no compute-sanitizer.
 """
 
 import argparse
 import collections
+import functools
 import json
 import os
 import pathlib
@@ -35,14 +37,18 @@ TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
 PLANTED = {"memcheck", "initcheck", "racecheck"}  # tools whose run ends with a fault that they must find
 # body: the grouped GEMM of JAX that expert_centric runs; the last two are Triton's.
 OUR_KERNELS = re.compile(r"moe_|mosaic_gpu|^body|^rms_norm|^decode_attention")
+OF_THE_TOOL = re.compile(r"Internal Sanitizer Error|buffer overflow|were skipped")
 LINES_KEPT = 12  # of a finding's text
+CASE_SECONDS = 60  # most took 2 to 6 on an H200, the longest 27
+PADDING = 1024  # bytes behind a buffer that belong to none
 MOST_PRINTED = 20000  # findings that a tool writes down
 KILLED = "killed at the time limit"
+BEGUN = "begun"
 SAME_PLACE = dict(  # for a process under compute-sanitizer
-    XLA_PYTHON_CLIENT_ALLOCATOR="platform",  # every buffer from cuMemAlloc, none inside another
     XLA_PYTHON_CLIENT_PREALLOCATE="false",
     XLA_FLAGS="--xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer=",
     JAX_ENABLE_COMPILATION_CACHE="false",
+    PYTHONFAULTHANDLER="1",
     PYTHONUNBUFFERED="1")
 
 
@@ -50,22 +56,29 @@ SAME_PLACE = dict(  # for a process under compute-sanitizer
 
 
 def child(options) -> None:
-    """Runs the cases under one tool and writes a line of JSON per case."""
+    """Runs the cases under one tool that no earlier process began, and writes two lines of JSON per case."""
     begin = time.monotonic()
     sys.path.insert(0, str(ROOT / "tests"))
     import jax
 
-    with open(options.results, "w", buffering=1) as results:
+    tool, path = options.tool[0], pathlib.Path(options.results)
+    chosen = [case for case in sanitize_cases.cases(tool) if options.filter in case[0]]
+    chosen = chosen[options.share::options.processes]
+    if tool in PLANTED and options.share == 0:
+        chosen.append(("planted", functools.partial(sanitize_cases.planted, tool)))
+    begun = {record.get("case") for record in read_records(path)}
+    with open(path, "a", buffering=1) as results:
         write = lambda **record: results.write(json.dumps(record) + "\n")
-        chosen = [case for case in sanitize_cases.cases() if options.filter in case[0]]
-        chosen = chosen[options.share::options.processes]
-        planted = ["planted"] if options.tool[0] in PLANTED and options.share == 0 else []
         write(device=jax.devices()[0].device_kind, jax=jax.__version__, startup=time.monotonic() - begin,
-              planned=[name for name, _ in chosen] + planted)
+              planned=[name for name, _ in chosen])
         for name, run in chosen:
-            if time.monotonic() - begin > options.seconds:
+            if name in begun:
+                continue
+            if time.monotonic() - begin > options.seconds and name != "planted":
                 write(case=name, outcome="no time left")
                 continue
+            write(case=name, outcome=BEGUN)
+            signal.alarm(CASE_SECONDS)  # its default ends the process, also where a kernel hangs
             start, outcome = time.monotonic(), "ok"
             try:
                 run()
@@ -73,13 +86,12 @@ def child(options) -> None:
                 outcome = f"refused: {reason}"
             except Exception as error:  # the others still run, unless the device is lost
                 outcome = f"FAILED {type(error).__name__}: {str(error)[-600:]}"
+            signal.alarm(0)
             write(case=name, outcome=outcome, seconds=round(time.monotonic() - start, 2))
-        if planted:
-            write(case="planted", outcome="started")
-            try:
-                sanitize_cases.planted(options.tool[0])
-            except Exception as error:  # memcheck takes the context away
-                write(case="planted", outcome=f"{type(error).__name__}: {str(error)[:200]}")
+
+
+def read_records(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 # ---------------------------------------------------------------------------------------------- parent: run and read
@@ -94,8 +106,9 @@ def parse(lines) -> list[dict]:
       >>> parse(["========= Invalid __global__ read of size 4 bytes",
       ...        "=========     at moe_down_mosaic_gpu_kernel+0x70", "=========     by thread (0,0,0) in block (1,0,0)",
       ...        "========= ", "========= ERROR SUMMARY: 1 error"])
-      [{'what': 'Invalid __global__ read of size 4 bytes', 'kernel': 'moe_down_mosaic_gpu_kernel', 'count': 1, \
-'first': ['Invalid __global__ read of size 4 bytes', 'at moe_down_mosaic_gpu_kernel+0x70', 'by thread (0,0,0) in block (1,0,0)']}]
+      [{'what': 'Invalid __global__ read of size 4 bytes', 'kernel': 'moe_down_mosaic_gpu_kernel', 'count': 1,
+        'first': ['Invalid __global__ read of size 4 bytes', 'at moe_down_mosaic_gpu_kernel+0x70',
+                  'by thread (0,0,0) in block (1,0,0)']}]
     """
     banner = re.compile(r"COMPUTE-SANITIZER|SUMMARY|Target application|Error: process didn't|Saved host|print limit")
     found, first, what, kernel, text_of = collections.Counter(), {}, "", "", []
@@ -120,47 +133,69 @@ def parse(lines) -> list[dict]:
 
 
 def where(finding) -> str:
-    """Whose finding: "planted", "ours", "host" (a copy of memory that nobody wrote) or "xla"."""
+    """Whose finding: "planted", "ours", "host" (a copy of memory that nobody wrote), "xla" or "tool"."""
     if finding["kernel"].startswith("planted_"):
         return "planted"
+    if OF_THE_TOOL.search(finding["what"]):
+        return "tool"
     if OUR_KERNELS.search(finding["kernel"]):
         return "ours"
     return "xla" if finding["kernel"] else "host"
 
 
-def start(sanitizer, tool, share, folder, options):
-    name = f"{tool}-{share}"
-    command = [sanitizer, "--tool", tool, "--log-file", str(folder / f"{name}.log"), "--print-limit", str(MOST_PRINTED),
-               "--show-backtrace", "no"]
-    if tool == "memcheck":
-        command += ["--report-api-errors", "no"]  # jax asks the driver for functions that it may not have
-    command += [sys.executable, "-m", "bench.sanitize", "--child", "--tool", tool, "--seconds", str(options.seconds),
-                "--results", str(folder / f"{name}.jsonl"), "--filter", options.filter,
-                "--processes", str(options.processes), "--share", str(share)]
-    with open(folder / f"{name}.out", "w") as out:
-        return subprocess.Popen(
-            command, cwd=ROOT, stdout=out, stderr=out, env=os.environ | SAME_PLACE, start_new_session=True)
+class Share:
+    """One process after the other, with a part of the cases of one tool."""
+
+    def __init__(self, sanitizer, tool, number, folder, options, end):
+        self.sanitizer, self.tool, self.number, self.options, self.end = sanitizer, tool, number, options, end
+        self.path, self.codes, self.process, self.left = folder / f"{tool}-{number}", [], None, None
+
+    def start(self):
+        name, left = f"{self.path}-{len(self.codes)}", self.end - time.monotonic()
+        command = [self.sanitizer, "--tool", self.tool, "--log-file", f"{name}.log",
+                   "--print-limit", str(MOST_PRINTED), "--show-backtrace", "no"]
+        if self.tool == "memcheck":  # jax asks the driver for functions that it may not have
+            command += ["--report-api-errors", "no", "--padding", str(PADDING)]
+        command += [sys.executable, "-m", "bench.sanitize", "--child", "--tool", self.tool, "--seconds", str(left),
+                    "--results", f"{self.path}.jsonl", "--filter", self.options.filter,
+                    "--processes", str(self.options.processes), "--share", str(self.number)]
+        env = os.environ | SAME_PLACE | dict(XLA_PYTHON_CLIENT_ALLOCATOR=self.options.allocator)
+        with open(f"{name}.out", "w") as out:
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, env=env, start_new_session=True)
+
+    def ended(self) -> bool:
+        """Whether it is over; begins another process if one ended before its cases."""
+        if (code := self.process.poll()) is None:
+            return False
+        self.codes.append(code)
+        before, self.left = self.left, unfinished(read_records(pathlib.Path(f"{self.path}.jsonl")))
+        if not self.left or self.left == before or time.monotonic() > self.end:
+            return True
+        self.start()
+        return False
+
+    def kill(self):
+        os.killpg(self.process.pid, signal.SIGKILL)  # the tool and the program under it
+        self.process.wait()
+        self.codes.append(KILLED)
 
 
-def finish(process, seconds):
-    """Its exit code. A case under way, and the planted one, may still finish."""
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # the tool and the program under it
-        process.wait()
-        return KILLED
+def unfinished(records) -> list[str]:
+    """The planned cases that no process has begun."""
+    planned = next((r["planned"] for r in records if "planned" in r), ["every case"])
+    begun = {r.get("case") for r in records}
+    return [name for name in planned if name not in begun]
 
 
 def collect(tool, folder, codes) -> dict:
-    """The report of one tool, from what its processes wrote."""
+    """The report of one tool, from what its processes wrote; codes: exit codes of each share, one after the other."""
     def read(share, suffix):
-        path = folder / f"{tool}-{share}.{suffix}"
-        return path.read_text(errors="replace").splitlines() if path.exists() else []
+        paths = sorted(folder.glob(f"{tool}-{share}-*.{suffix}"))
+        return [line for path in paths for line in path.read_text(errors="replace").splitlines()]
 
     shares = range(len(codes))
     logs, printed = [read(n, "log") for n in shares], [read(n, "out") for n in shares]
-    written = [[json.loads(line) for line in read(n, "jsonl")] for n in shares]
+    written = [read_records(folder / f"{tool}-{n}.jsonl") for n in shares]
     outcomes = {r["case"]: r for records in written for r in records if "case" in r}
     found: dict[tuple, dict] = {}
     for finding in (finding for log in logs for finding in parse(log)):
@@ -168,23 +203,32 @@ def collect(tool, folder, codes) -> dict:
         same["count"] += finding["count"]
     findings = list(found.values())
     count = {place: sum(f["count"] for f in findings if f["where"] == place)
-             for place in ("ours", "host", "xla", "planted")}
-    problems = [f"{name}: {r['outcome']}" for name, r in outcomes.items() if r["outcome"].startswith("FAILED")]
+             for place in ("ours", "host", "xla", "tool", "planted")}
+    problems = [f"{name}: {r['outcome']}" for name, r in outcomes.items()
+                if r["outcome"].startswith("FAILED") and name != "planted"]
     if count["ours"] or count["host"]:
         problems.append(f"{count['ours']} findings in our kernels, {count['host']} outside of kernels")
-    ran = sum(r["outcome"] == "ok" for r in outcomes.values())
-    if not ran:
+    problems += [f"the tool: {f['what']}" for f in findings if f["where"] == "tool"]
+    if not any(r["outcome"] == "ok" for r in outcomes.values()):
         problems.append("no case ran")
-    for n, records in enumerate(written):  # each comes to its last case, if only to say that no time is left
-        planned = records[0]["planned"] if records else ["every case"]
-        if lost := [name for name in planned if name not in outcomes]:
-            problems.append(f"process {n} ended ({codes[n]}) before {', '.join(lost)}: " + " | ".join(printed[n][-3:]))
-    if "planted" in outcomes and not count["planted"]:
-        problems.append("the planted fault was not found")
+    planted = {f["kernel"] for f in findings if f["where"] == "planted"}
+    for n, records in enumerate(written):
+        said = f" (exit codes {codes[n]}): " + " | ".join(printed[n][-3:])
+        ends = [r["case"] for r in records if outcomes.get(r.get("case"), {}).get("outcome") == BEGUN]
+        problems += [f"{name}: ended its process{said}" for name in ends if not (name == "planted" and planted)]
+        if lost := unfinished(records):
+            problems.append(f"process {n} ended before {', '.join(lost)}{said}")
+    if "planted" in outcomes:
+        wanted = {"planted_near", "planted_far"} if tool == "memcheck" else {f"planted_{tool}"}
+        if not any(kernel.startswith(tuple(wanted)) for kernel in planted):
+            problems.append("the planted fault was not found")
+        elif tool == "memcheck" and not any(kernel.startswith("planted_near") for kernel in planted):
+            problems.append("a read just behind a buffer goes unseen: buffers lie in larger allocations")
     return dict(
         tool=tool, exit_codes=codes, findings_by_place=count, problems=problems, findings=findings[:200],
-        cases_run=ran, cases=list(outcomes.values()), processes=[records[:1] for records in written],
-        log_tail=[log[-12:] for log in logs], output_tail=[out[-12:] for out in printed])
+        cases_run=sum(r["outcome"] == "ok" for r in outcomes.values()), cases=list(outcomes.values()),
+        processes=[records[:1] for records in written], log_tail=[log[-12:] for log in logs],
+        output_tail=[out[-12:] for out in printed])
 
 
 def main(arguments=None) -> int:
@@ -194,6 +238,7 @@ def main(arguments=None) -> int:
     parser.add_argument("--tool", action="append", choices=TOOLS, help="repeatable; default: all, side by side")
     parser.add_argument("--filter", default="", metavar="NAME", help="only cases whose name contains this")
     parser.add_argument("--processes", type=int, help="of each tool; default: as many as there are cores for")
+    parser.add_argument("--allocator", choices=("platform", "cuda_async"), default="platform", help="of JAX's buffers")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--results", help=argparse.SUPPRESS)
     parser.add_argument("--share", type=int, default=0, help=argparse.SUPPRESS)
@@ -209,17 +254,24 @@ def main(arguments=None) -> int:
               file=sys.stderr)
         return 2
     version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout.strip().splitlines()[-1:]
-    begin, reports = time.monotonic(), []
+    begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
-        running = {tool: [start(sanitizer, tool, share, folder, options) for share in range(options.processes)]
-                   for tool in tools}
-        for tool, processes in running.items():
-            codes = [finish(p, max(1.0, options.seconds + 25 - (time.monotonic() - begin))) for p in processes]
-            reports.append(collect(tool, folder, codes))
+        shares = {tool: [Share(sanitizer, tool, n, folder, options, begin + options.seconds)
+                         for n in range(options.processes)] for tool in tools}
+        running = [share for of_tool in shares.values() for share in of_tool]
+        for share in running:
+            share.start()
+        while running and time.monotonic() - begin < options.seconds + 25:  # a case under way may finish
+            time.sleep(0.5)
+            running = [share for share in running if not share.ended()]
+        for share in running:
+            share.kill()
+        reports = [collect(tool, folder, [share.codes for share in of_tool]) for tool, of_tool in shares.items()]
     report = dict(
         meta=dict(command="python -m bench.sanitize --out OUT", commit=commit(),
-                  sanitizer=version, seconds=round(time.monotonic() - begin, 1), environment=SAME_PLACE),
+                  sanitizer=version, seconds=round(time.monotonic() - begin, 1), allocator=options.allocator,
+                  environment=SAME_PLACE),
         tools=reports)
     replace_text(options.out / "sanitize.json", json.dumps(report, indent=1) + "\n")
     for r in reports:

@@ -10,16 +10,24 @@ TENSOR = ("mxfp4", "mxfp8", "fp8_block128")  # formats of the tensor-core kernel
 SHARED = ("bf16", "mxfp8", "mxfp4", "fp8_block128", "mxfp8_e5m2")  # of shared_decode
 
 
-def cases():
+# (E, H, K, T, cluster and warpgroups and unroll if not the heuristic's) of the router
+ROUTERS = ((16, 256, 4, 3), (128, 352, 8, 1), (64, 2048, 6, 2), (64, 352, 3, 3, 2, 4, 2), (512, 256, 10, 2, 16, 8, 1))
+ROUTED = ("same", "uniform")  # patterns in which every slot is routed
+PATTERNS = ("skipped", "same", "none", "uniform")
+
+
+def cases(tool):
     """(name, function that runs the case and checks its numbers), the most important first; without jax's arrays.
 
     Kernels are named by the cases that run them, all of them with ids that are not routed, NaN in what nobody is routed
-    to, and numbers of tokens up to 129.
+    to, and numbers of tokens up to 129. But where the XLA part of expert_centric reads rows that nobody wrote before it
+    drops them, initcheck would find that for hundreds of thousands of rows, and end: there, all slots are routed.
     """
     from jax_warp_decode.experts import DENSE_FORMATS
     from jax_warp_decode.formats import FORMATS
 
     part = functools.partial
+    patterns = ROUTED if tool == "initcheck" else PATTERNS
     for T, shape in ((3, "odd"), (129, "odd"), (1, "odd"), (3, "small"), (3, "off")):
         for format in ("mxfp8", "bf16"):
             for strategy in ("warp_decode", "shared_decode"):
@@ -28,12 +36,13 @@ def cases():
     for format in TENSOR:
         for T in (3, 129):
             yield f"tensor cores-{format}-T{T}", part(tensor_cores, format, T)
-    yield "router", router
+    for sizes in ROUTERS:
+        yield "router-E{}-H{}-K{}-T{}".format(*sizes), part(router, *sizes)
     for format in ("bf16", "mxfp8"):
-        yield f"grouped-{format}", part(grouped, format, 1)
-        yield f"grouped-{format}-pairs of CTAs", part(grouped, format, 2)
-    yield "launches around the experts", around_the_experts
-    yield "gradients of expert_centric", gradients
+        yield f"grouped-{format}", part(grouped, format, patterns)
+    yield "grouped-bf16-pairs of CTAs", part(grouped, "bf16", 2, patterns)
+    yield "dense_rows", dense
+    yield "gradients of expert_centric", part(gradients, patterns[0])
     for format in SHARED:
         yield f"shared_decode-{format}-biases", part(biases, "shared_decode", format)
     for format in ("bf16", "mxfp4"):
@@ -41,16 +50,18 @@ def cases():
     for strategy in ("warp_decode", "shared_decode"):
         yield f"{strategy}-stacked layers", part(stacked, strategy)
     for format in {**dict.fromkeys(DENSE_FORMATS.values()), **FORMATS}:
-        if format not in ("bf16", "mxfp8"):
+        if format not in ("bf16", "mxfp8", "f32"):
             yield f"warp_decode-{format}-odd-T3", part(layer, "warp_decode", format, "odd", 3)
     for format, shape, T in (("bf16", "grouped", 129), ("mxfp8", "grouped", 3), ("bf16", "odd", 129),
                              ("mxfp4", "odd", 129), ("fp8_block128", "odd", 3)):  # the last three: products of JAX
-        yield f"expert_centric-{format}-{shape}-T{T}", part(layer, "expert_centric", format, shape, T)
+        yield f"expert_centric-{format}-{shape}-T{T}", part(layer, "expert_centric", format, shape, T, patterns)
     yield "warp_decode-relu2", without_gate
     yield "configurations of gate_up and down", configurations
     yield "no tokens", no_tokens
-    yield "bundled model", bundled_model
     yield "the read that measurements compare with", read
+    yield "rms_norm", norm  # Triton's from here on
+    yield "attend", attention
+    yield "bundled model", bundled_model
 
 
 class Skipped(Exception):
@@ -74,14 +85,14 @@ def _make(seed, shape, T, weights="bf16", pattern="skipped", **options):
                             x_dtype=x_dtype, **options)
 
 
-def _hostile(shape, T, format, **options):
+def _hostile(shape, T, format, patterns=PATTERNS, **options):
     """Ids that are not routed (-1, E and the ends of int32), NaN or inf in idle experts and NaN in idle rows, all
     tokens on the same experts, no slot routed at all, and a routed NaN row beside clean ones."""
     import dataclasses
 
     import numpy as np
 
-    for pattern in ("skipped", "same", "none", "uniform"):
+    for pattern in patterns:
         case = _make(T, shape, T, format, pattern, **options)
         if pattern == "uniform":
             x = case.x.copy()
@@ -97,22 +108,25 @@ def _check(y, case, strategy):
     import numpy as np
     import oracle
 
-    if strategy == "expert_centric":  # three roundings to bfloat16, see tests/test_gpu.py
+    if strategy == "expert_centric":
+        # Of gate or up, h, a row of down and y; and of the three weights, unless bfloat16 holds their format.
+        inexact = isinstance(case.w_up, oracle.Quantized) and oracle.FORMATS[case.w_up.format].emax is None
+        roundings = 7 if inexact else 4
         exact, y = case.exact, np.asarray(y, np.float64)
         np.testing.assert_array_equal(np.isnan(y), np.isnan(exact))
         clean = ~np.isnan(exact).any(1)
         error = np.linalg.norm((y - exact)[clean])
-        assert error <= 2.0**-8 * np.sqrt(4 / 3) * np.linalg.norm(exact[clean]), error
+        assert error <= 2.0**-8 * np.sqrt(roundings / 3) * np.linalg.norm(exact[clean]), error
     else:
         oracle.assert_close(y, case, h_dtype="bfloat16", unit=oracle.TENSOR_CORE_UNIT)
 
 
-def layer(strategy, format, shape, T):
+def layer(strategy, format, shape, T, patterns=PATTERNS):
     """One compiled layer, see `_hostile`."""
     from jax_warp_decode import UnsupportedError
 
     run = _jitted(strategy)
-    for case in _hostile(shape, T, format):
+    for case in _hostile(shape, T, format, patterns):
         try:
             y = run(*case.args())
         except UnsupportedError as error:
@@ -184,7 +198,7 @@ def tensor_cores(format, T):
             oracle.assert_close(y, case, h_dtype=np.dtype(h_dtype).name, unit=oracle.TENSOR_CORE_UNIT)
 
 
-def grouped(format, cluster):
+def grouped(format, patterns):
     """The kernel that plans, and the two grouped kernels with tiles of two widths and parts of tiles."""
     import jax
 
@@ -192,17 +206,17 @@ def grouped(format, cluster):
     from jax_warp_decode.kernels.grouped_config import GroupedConfig
     from jax_warp_decode.paths import grouped_layer, grouped_plan
 
-    config = GroupedConfig((16, 48), 3, ctas=6, cluster=cluster)
+    config = GroupedConfig((16, 48), 3, ctas=6)
     run = jax.jit(grouped_layer.op(get_activation("silu"), configs=(config, config),
                                    make_plan=grouped_plan.plan_on_gpu))
     for T in (129, 3):
-        for case in _hostile("grouped", T, format, biases="f32"):
+        for case in _hostile("grouped", T, format, patterns, biases="f32"):
             x, routing, experts = case.args()
             _check(run(x, routing, experts).astype(x.dtype), case, "expert_centric")
 
 
-def router():
-    """Clusters of 2 to 16 CTAs, with and without the norm before; NaN and inf in one of the tokens."""
+def router(E, H, K, T, *config):
+    """With and without the norm before; NaN and inf in one of the tokens."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -210,63 +224,84 @@ def router():
     from jax_warp_decode.kernels.router import RouterConfig, moe_router, normed_moe_router
     from jax_warp_decode.routing import route
 
-    for E, H, K, T, config in ((16, 256, 4, 3, None), (128, 352, 8, 1, None), (64, 2048, 6, 2, None),
-                               (64, 352, 3, 3, RouterConfig(2, 4, 2)), (512, 256, 10, 2, RouterConfig(16, 8, 1))):
-        keys = jax.random.split(jax.random.key(E + H), 3)
-        x, gain = jax.random.normal(keys[0], (T, H), jnp.bfloat16), jax.random.normal(keys[2], (H,), jnp.bfloat16)
-        w = (jax.random.normal(keys[1], (E, H)) / 16).astype(jnp.bfloat16)
-        for bad in (None, jnp.nan, jnp.inf):
-            rows = x if bad is None else x.at[0].set(bad)
-            ids, weights, h = normed_moe_router(rows, gain, w, K, eps=1e-6, config=config)
-            for got, given in (((ids, weights), h), (moe_router(rows, w, K, config=config), rows)):
-                logits = jnp.dot(given.astype(jnp.float32), w.astype(jnp.float32).T, precision="highest")
-                want = route(logits, K).weights
-                clean = slice(0 if bad is None else 1, None)
-                np.testing.assert_allclose(np.sort(got[1], -1)[clean], np.sort(want, -1)[clean], rtol=1e-3)
-                chosen = np.asarray(got[0])
-                assert all(len(set(row)) == K for row in chosen) and (chosen >= 0).all() and (chosen < E).all()
+    config = RouterConfig(*config) if config else None
+    keys = jax.random.split(jax.random.key(E + H), 3)
+    x, gain = jax.random.normal(keys[0], (T, H), jnp.bfloat16), jax.random.normal(keys[2], (H,), jnp.bfloat16)
+    w = (jax.random.normal(keys[1], (E, H)) / 16).astype(jnp.bfloat16)
+    for bad in (None, jnp.nan, jnp.inf):
+        rows = x if bad is None else x.at[0].set(bad)
+        ids, weights, h = normed_moe_router(rows, gain, w, K, eps=1e-6, config=config)
+        for got, given in (((ids, weights), h), (moe_router(rows, w, K, config=config), rows)):
+            logits = jnp.dot(given.astype(jnp.float32), w.astype(jnp.float32).T, precision="highest")
+            want = route(logits, K).weights
+            clean = slice(0 if bad is None else 1, None)
+            np.testing.assert_allclose(np.sort(got[1], -1)[clean], np.sort(want, -1)[clean], rtol=1e-3)
+            chosen = np.asarray(got[0])
+            assert all(len(set(row)) == K for row in chosen) and (chosen >= 0).all() and (chosen < E).all()
 
 
-def around_the_experts():
-    """`dense_rows`, `rms_norm` and `attend`: odd sizes, a full row, an empty one, NaN where the cache holds nothing."""
+def _normal(seed, *shape):
+    import jax
+    import jax.numpy as jnp
+
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+
+def dense():
+    """Odd numbers of rows, with norm and residual."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jax_warp_decode.kernels.dense_rows import dense_rows
+
+    for T, M, N in ((1, 256, 4), (3, 768, 20), (8, 512, 36)):
+        x, w, gain, residual = _normal(0, T, M), _normal(1, N, M), _normal(2, M), _normal(3, T, N)
+        wide = [np.asarray(a, np.float64) for a in (x, w, gain, residual)]
+        scaled = wide[0] / np.sqrt((wide[0]**2).mean(-1, keepdims=True) + 1e-6) * wide[2]
+        got = dense_rows((x,), w, gain=gain, residuals=(residual,), out_dtype=jnp.float32)
+        np.testing.assert_allclose(got, scaled @ wide[1].T + wide[3], rtol=1e-4, atol=1e-2)
+
+
+def norm():
+    import numpy as np
+
+    from jax_warp_decode.kernels.rms_norm import rms_norm
+
+    for T, M in ((1, 249), (3, 761)):
+        x, gain = _normal(0, T, M), _normal(2, M)
+        both = 2 * np.asarray(x, np.float64)
+        want = both / np.sqrt((both**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(gain, np.float64)
+        np.testing.assert_allclose(np.asarray(rms_norm((x, x), gain, eps=1e-6), np.float64), want, rtol=2.0**-8,
+                                   atol=1e-6)
+
+
+def attention():
+    """A full row, an empty one, NaN where the cache holds nothing."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
     from jax_warp_decode.kernels.attend import attend
-    from jax_warp_decode.kernels.dense_rows import dense_rows
-    from jax_warp_decode.kernels.rms_norm import rms_norm
 
-    normal = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
-    for T, M, N in ((1, 256, 4), (3, 768, 20), (8, 512, 36)):
-        x, w, gain, residual = normal(0, T, M), normal(1, N, M), normal(2, M), normal(3, T, N)
-        wide = [np.asarray(a, np.float64) for a in (x, w, gain, residual)]
-        scaled = wide[0] / np.sqrt((wide[0]**2).mean(-1, keepdims=True) + 1e-6) * wide[2]
-        got = dense_rows((x,), w, gain=gain, residuals=(residual,), out_dtype=jnp.float32)
-        np.testing.assert_allclose(got, scaled @ wide[1].T + wide[3], rtol=1e-4, atol=1e-2)
-        got = rms_norm((x[:, :-7], x[:, :-7]), gain[:-7], eps=1e-6)
-        both = 2 * wide[0][:, :-7]
-        want = both / np.sqrt((both**2).mean(-1, keepdims=True) + 1e-6) * wide[2][:-7]
-        np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2.0**-8, atol=1e-6)
     B, N, KVH, D, S = 4, 6, 2, 64, 200
     lengths = jnp.array([0, 1, 130, S], jnp.int32)
     known = (jnp.arange(S) < lengths[:, None])[:, None, :, None]
-    caches = [jnp.where(known, normal(seed, B, KVH, S, D), jnp.nan) for seed in (4, 5)]
+    caches = [jnp.where(known, _normal(seed, B, KVH, S, D), jnp.nan) for seed in (4, 5)]
     angles = jax.random.normal(jax.random.key(6), (B, D // 2))
-    operands = (normal(7, B, N + 2 * KVH, D), normal(8, D), normal(9, D), (jnp.cos(angles), jnp.sin(angles)), *caches,
-                lengths)
+    operands = (_normal(7, B, N + 2 * KVH, D), _normal(8, D), _normal(9, D), (jnp.cos(angles), jnp.sin(angles)),
+                *caches, lengths)
     for got, want in zip(attend(*operands, eps=1e-6), attend(*operands, eps=1e-6, interpret=True), strict=True):
         np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), atol=2e-2)
 
 
-def gradients():
+def gradients(pattern):
     import jax
     import jax.numpy as jnp
     import numpy as np
 
     from jax_warp_decode import Routing, moe
 
-    case = _make(9, "odd", 33)
+    case = _make(9, "odd", 33, pattern=pattern)
     x, routing, experts = case.args()
 
     def loss(x, weights, experts):
@@ -346,11 +381,14 @@ def planted(tool):
     rows, quads = plgpu.Layout.WG_STRIDED((512,), 1), plgpu.Layout.WG_STRIDED((512,), 4)
     x = jnp.arange(512, dtype=jnp.float32)
     if tool == "memcheck":
-        def read_beyond(x_ref, at_ref, y_ref):
+        def read_at(x_ref, at_ref, y_ref):
             value = x_ref[at_ref[0]]
             y_ref[...] = plgpu.load(x_ref.at[:], layout=rows, optimized=False) + value
 
-        jax.block_until_ready(kernel(read_beyond, out_type=one)(x, jnp.array([100_000], jnp.int32)))
+        # Just behind the buffer, then far from any, for an allocator whose buffers lie in larger allocations.
+        for name, at in (("planted_near", 512 + 8), ("planted_far", 10**8)):
+            read = plgpu.kernel(read_at, out_type=one, compiler_params=params, kernel_name=name)
+            jax.block_until_ready(read(x, jnp.array([at], jnp.int32)))
     elif tool == "initcheck":
         def write_one(x_ref, y_ref):
             y_ref[0] = x_ref[1]

@@ -24,10 +24,7 @@ from jax_warp_decode.measure import read_kernel
 from jax_warp_decode.measure.variants import Variant, compare, measure
 
 SHAPES = {"qkv": (5120, 2048), "output": (2048, 4096), "head": (151936, 2048)}  # Qwen3-30B-A3B: N, M
-# Rows, unroll and prefetch; the heuristic's choice comes first.
-ALONE = (*((1, 8, False), (2, 4, False), (4, 2, False)),
-         *((1, 4, True), (1, 8, True), (2, 2, True), (2, 4, True), (4, 2, True)))
-TOGETHER = ((2, 4, False), (2, 4, True), (4, 2, True))  # more than one token
+CONFIGS = ((1, 8), (2, 4), (4, 2), (1, 4), (2, 2), (4, 1))  # rows and unroll; the heuristic's choice comes first
 STEP_BYTES = 0.3e9
 TOLERANCE = 1e-2
 
@@ -49,11 +46,9 @@ def make_layers(name: str, tokens: int) -> list[tuple]:
 
 def candidates(name: str, tokens: int) -> list[tuple[DenseConfig, bool]]:
     """Configurations, and whether the norm is a launch of its own."""
-    configs = list(dict.fromkeys([DenseConfig.heuristic(tokens, *SHAPES[name]),
-                                  *(DenseConfig(*config) for config in (ALONE if tokens == 1 else TOGETHER))]))
-    normed = name != "output" and tokens == 1
-    return [(config, False) for config in configs] + [
-        (config, True) for config in configs if normed and config.prefetch] * (name == "head")
+    configs = list(dict.fromkeys([DenseConfig.heuristic(tokens, *SHAPES[name]), *(DenseConfig(*c) for c in CONFIGS)]))
+    alone = [(config, True) for config in configs] if name == "head" and tokens == 1 else []
+    return [(config, False) for config in configs] + alone
 
 
 def layer_function(name: str, tokens: int, config: DenseConfig, own_norm: bool = False):
@@ -84,7 +79,7 @@ def describe_row(row: dict) -> str:
     outcome = row.get("error") or f"{row['us']:7.2f} us  {row['of_read']:.0%} of the read"
     if not row["tokens"]:
         return f"{row['shape']:7} read  {outcome}"
-    how = f"rows={row['rows']} unroll={row['unroll']} prefetch={row['prefetch']:d} own_norm={row['own_norm']:d}"
+    how = f"rows={row['rows']} unroll={row['unroll']} own_norm={row['own_norm']:d}"
     return f"{row['shape']:7} T={row['tokens']} {how}  {outcome}"
 
 

@@ -18,6 +18,7 @@ from jax_warp_decode.kernels import (
     GateUpTensorConfig,
     moe_down_3d_batched,
     moe_gate_up_3d_batched,
+    router,
     row_products,
 )
 from jax_warp_decode.paths import grouped_kernels, warp_decode
@@ -157,3 +158,4 @@ def aot_cases():
     yield from tensor_cases()
     yield from activation_cases()
     yield from router_cases()
+    yield from router.aot_cases()

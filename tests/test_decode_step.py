@@ -165,18 +165,14 @@ def attention_operands(seed, lengths, query_heads, key_heads, size, positions, d
 
 
 @pytest.mark.parametrize("query_heads, key_heads, lengths, positions", [
-    (3, 1, [0, 5, 16, 17, 100, 255, 256], 256),  # 16 splits, of which rows use 1, 2, 7 and 16; the last row is full
-    (16, 1, [900, 33], 1024),  # 57 splits, more than are added at a time
-    (2, 2, [7, 16], 16),  # one split
+    (12, 1, [0, 17, 900, 1024], 1024),  # 64 splits, of which rows use 1, 2, 57 and 64
+    (6, 2, [7, 16], 16),  # one split; the last row is full
 ])
 def test_attention_adds_the_parts_of_every_split(query_heads, key_heads, lengths, positions):
     operands, want = attention_operands(0, lengths, query_heads, key_heads, 32, positions, jnp.float32)
     run = jax.jit(functools.partial(attend, eps=1e-6, block=16, interpret=True))
-    y, k, v, tickets = run(*operands)
+    y, k, v = run(*operands)
     np.testing.assert_allclose(y, want, rtol=0, atol=1e-5)
-    assert not np.any(tickets)
-    again = run(*operands, tickets)
-    jax.tree.map(np.testing.assert_array_equal, again, (y, k, v, tickets))
     for row, length in enumerate(lengths):  # the new value, and nothing else
         np.testing.assert_array_equal(v[row, :, :length], operands[5][row, :, :length])
         np.testing.assert_array_equal(v[row, :, length:length + 1].ravel(),

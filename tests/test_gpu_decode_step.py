@@ -11,7 +11,7 @@ import pytest
 import test_decode_step
 
 from bench.decode_model import make_layer
-from jax_warp_decode.kernels.attend import attend, new_tickets
+from jax_warp_decode.kernels.attend import attend
 from jax_warp_decode.kernels.dense_rows import DenseConfig, dense_rows
 from jax_warp_decode.models import Qwen3MoeConfig
 from jax_warp_decode.models.cache import RaggedCache
@@ -66,8 +66,7 @@ def test_the_fused_form_agrees_with_xla(weights, rows):
 
 
 @pytest.mark.parametrize("rows, query_heads, key_heads", [(1, 32, 4), (3, 12, 4), (8, 32, 4), (16, 64, 8), (1, 16, 1)])
-def test_attention_is_exact_and_the_same_whoever_adds_the_parts(rows, query_heads, key_heads):
-    """Replays of a chain of calls in one program: tickets go from each to the next, and parts meet in any order."""
+def test_attention_is_exact_and_the_same_every_time(rows, query_heads, key_heads):
     positions = 2048
     lengths = np.random.default_rng(rows).integers(0, positions + 1, rows)
     lengths[0] = positions - 3
@@ -76,24 +75,21 @@ def test_attention_is_exact_and_the_same_whoever_adds_the_parts(rows, query_head
 
     @jax.jit
     def chain(heads, q_gain, k_gain, rotation, k, v, lengths):
-        def one(tickets, heads):
-            y, new_k, new_v, tickets = attend(heads, q_gain, k_gain, rotation, k, v, lengths, tickets, eps=1e-6)
-            return tickets, (y, jnp.nansum(new_k.astype(jnp.float32)), jnp.nansum(new_v.astype(jnp.float32)))
+        def one(_, heads):
+            y, new_k, new_v = attend(heads, q_gain, k_gain, rotation, k, v, lengths, eps=1e-6)
+            return None, (y, jnp.nansum(new_k.astype(jnp.float32)), jnp.nansum(new_v.astype(jnp.float32)))
 
-        return jax.lax.scan(one, new_tickets(rows, key_heads), jnp.stack([heads] * 8))
+        return jax.lax.scan(one, None, jnp.stack([heads] * 8))[1]
 
-    tickets, first = chain(*operands)
-    assert not np.any(tickets)
+    first = chain(*operands)
     error = np.linalg.norm(np.asarray(first[0][0], np.float64) - want) / np.linalg.norm(want)
     assert error < 5e-3, error  # bf16 keys and values, as stored; probabilities in bf16, half a unit is 2^-9
     for _ in range(50):
-        for got in chain(*operands)[1]:
-            np.testing.assert_array_equal(got, np.broadcast_to(np.asarray(got)[:1], got.shape))
         jax.tree.map(np.testing.assert_array_equal, chain(*operands)[1], first)
 
 
-def test_a_layer_takes_six_launches(weights):
-    """qkv, attention, output, router with the norm before it, and the experts' two, or one; no glue of XLA's."""
+def test_a_layer_takes_seven_launches(weights):
+    """qkv, attention in two, output, router with the norm before it, and the experts' two; no glue of XLA's."""
     step, tokens = jax.jit(decode_step, static_argnums=0, donate_argnums=2), jnp.zeros((1,), jnp.int32)
     counts = []
     for layers in (1, 2):
@@ -101,7 +97,7 @@ def test_a_layer_takes_six_launches(weights):
         some = dataclasses.replace(weights, layers=weights.layers[:layers])
         text = step.lower(model, some, model.new_cache(1, POSITIONS), tokens).compile().as_text()
         counts.append(len(re.findall(r"^ .* = .* (?:custom-call|fusion)\(", text, re.MULTILINE)))
-    assert counts[1] - counts[0] <= 6, counts
+    assert counts[1] - counts[0] <= 7, counts
 
 
 def test_a_call_of_many_steps_copies_no_cache(weights):
@@ -130,7 +126,7 @@ def test_sampling_runs_on_the_device(weights, top_p):
 
 
 @pytest.mark.parametrize("tokens, rows, columns", [(1, 5120, 2048), (1, 2048, 4096), (3, 72, 768), (8, 1000, 512)])
-def test_a_prefetch_changes_no_bit_of_a_projection(tokens, rows, columns):
+def test_no_configuration_changes_a_bit_of_a_projection(tokens, rows, columns):
     keys = jax.random.split(jax.random.key(rows), 3)
     x, w = (jax.random.normal(key, (n, columns), jnp.bfloat16) for key, n in zip(keys, (tokens, rows)))
     gain = jnp.linspace(1, 2, columns, dtype=jnp.bfloat16)
@@ -141,5 +137,5 @@ def test_a_prefetch_changes_no_bit_of_a_projection(tokens, rows, columns):
     exact = exact / np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(gain, np.float64)
     np.testing.assert_allclose(
         want, exact @ np.asarray(w, np.float64).T + np.asarray(residual, np.float64), rtol=1e-4, atol=5e-3)
-    for config in (DenseConfig(1, 2, True), DenseConfig(2, 2, True), DenseConfig(2, 4, False)):
+    for config in (DenseConfig(1, 2), DenseConfig(2, 2), DenseConfig(2, 4)):
         np.testing.assert_array_equal(run(config=config), want)

@@ -13,11 +13,10 @@ import oracle
 import pytest
 
 from jax_warp_decode import STRATEGIES, ExpertWeights, Routing, UnsupportedError, choose, moe
+from jax_warp_decode.formats import quantize
 
 pytestmark = pytest.mark.gpu
 
-DECODE = [s for s in STRATEGIES if s not in ("expert_centric", "reference")]
-decode_strategies = pytest.mark.parametrize("strategy", DECODE)
 FORMATS = ["bf16", *oracle.FORMATS]
 
 
@@ -46,28 +45,39 @@ def assert_close(y, case, strategy):
 # ------------------------------------------------------------------------------------------------- offsets beyond 2^31
 
 
-@decode_strategies
-def test_first_and_last_expert_of_more_than_two_to_the_31_elements(strategy):
-    """2.2e9 elements in each tensor, 4.4 GB: the expert at both ends, NaN between them."""
-    E, H, I = 1408, 2048, 768
+@pytest.mark.parametrize("weights", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "reference"])
+def test_first_and_last_expert_of_more_than_two_to_the_31_elements(strategy, weights):
+    """2.2e9 elements in each tensor: the expert at both ends, NaN between them."""
+    check_ends(strategy, weights, 1408)
+
+
+def check_ends(strategy, weights, E, H=2048, I=768):
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = dict(w_gate=(I, H), w_up=(I, H), w_down=(H, I))
     one = {n: jax.random.normal(k, (1, *s), jnp.bfloat16) / 32 for k, (n, s) in zip(keys, shapes.items(), strict=False)}
+    if weights != "bf16":
+        one = {name: quantize(w, weights) for name, w in one.items()}
+
+    def double(a):  # all numbers of an expert, by its scales if it has some
+        return a if "float8_e4m3" in a.dtype.name else a + 1 if a.dtype == jnp.uint8 else 2 * a
+
+    def ends(a):
+        return jnp.concatenate([a, double(a)])
 
     @jax.jit
-    def spread(w):  # the last expert is another one: all its numbers doubled
-        return jnp.full((E, *w.shape[1:]), jnp.nan, w.dtype).at[0].set(w[0]).at[E - 1].set(2 * w[0])
+    def spread(a):
+        nan = 255 if a.dtype == jnp.uint8 else jnp.nan
+        return jnp.full((E, *a.shape[1:]), nan, a.dtype).at[0].set(a[0]).at[E - 1].set(double(a)[0])
 
     x = jax.random.normal(keys[3], (2, H), jnp.bfloat16)
-    weights = jnp.ones((2, 1))
-    experts = ExpertWeights(**{n: spread(w) for n, w in one.items()})
-    assert all(w.size > 2**31 for w in jax.tree.leaves(experts))
-    y = layer(strategy)(x, Routing(jnp.array([[0], [E - 1]]), weights), experts)
-    ends = ExpertWeights(**{n: jnp.concatenate([w, 2 * w]) for n, w in one.items()})
-    want = layer(strategy)(x, Routing(jnp.array([[0], [1]]), weights), ends)
-    assert np.isfinite(np.asarray(y, np.float32)).all() and np.asarray(y, np.float32).any(1).all()
-    error = np.linalg.norm(np.asarray(y, np.float32) - np.asarray(want, np.float32), axis=1)
-    assert (error <= 2.0**-7 * np.linalg.norm(np.asarray(want, np.float32), axis=1)).all()
+    experts, few = (ExpertWeights(**{n: jax.tree.map(f, w) for n, w in one.items()}) for f in (spread, ends))
+    assert E * H * I > 2**31 or E < 100
+    y, want = (np.asarray(layer(strategy)(x, Routing(jnp.array([[0], [last]]), jnp.ones((2, 1))), w), np.float32)
+               for w, last in ((experts, E - 1), (few, 1)))
+    assert np.isfinite(y).all() and y.any(1).all()
+    error = np.linalg.norm(y - want, axis=1)
+    assert (error <= 2.0**-7 * np.linalg.norm(want, axis=1)).all()
 
 
 # ---------------------------------------------------------------------------------------------------------- determinism

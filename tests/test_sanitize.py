@@ -1,6 +1,7 @@
 """What bench.sanitize makes of the output of compute-sanitizer, and which kernels its cases name. Needs no GPU."""
 
 import json
+import sys
 
 from bench import sanitize, sanitize_cases
 
@@ -13,33 +14,63 @@ LOG = """========= COMPUTE-SANITIZER
 """
 
 
-def report(folder, processes, tool="memcheck", codes=(0, 0)):
-    """What `collect` says of processes, each (cases planned, cases that ended and how, kernel with a finding)."""
+def report(folder, processes, tool="memcheck", codes=((0,), (0,))):
+    """What `collect` says of processes, each (cases planned, how those that began ended, kernel with a finding)."""
     for n, (planned, ended, kernel) in enumerate(processes):
         lines = [dict(device="GPU", planned=planned)] + [dict(case=name, outcome=how) for name, how in ended.items()]
         (folder / f"{tool}-{n}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (folder / f"{tool}-{n}.log").write_text(LOG.format(kernel=kernel) if kernel else "")
+        (folder / f"{tool}-{n}-0.log").write_text(LOG.format(kernel=kernel) if kernel else "")
     return sanitize.collect(tool, folder, list(codes))
 
 
+def problems(got):
+    return [p.split(":")[0].split(" (")[0] for p in got["problems"]]
+
+
 def test_a_clean_run_has_no_problems(tmp_path):
-    got = report(tmp_path, [(["a", "planted"], {"a": "ok", "planted": "started"}, "planted_memcheck"),
+    got = report(tmp_path, [(["a", "planted"], {"a": "ok", "planted": "FAILED the context is lost"}, "planted_near"),
                             (["b", "c"], {"b": "ok", "c": "no time left"}, None)])
-    assert got["problems"] == [] and got["cases_run"] == 2
-    assert got["findings_by_place"] == {"ours": 0, "host": 0, "xla": 0, "planted": 1}
+    assert problems(got) == [] and got["cases_run"] == 2
+    assert got["findings_by_place"] == {"ours": 0, "host": 0, "xla": 0, "tool": 0, "planted": 1}
 
 
 def test_findings_failures_and_lost_cases_are_problems(tmp_path):
-    got = report(tmp_path, [(["a", "planted"], {"a": "FAILED AssertionError: worst", "planted": "started"}, None),
-                            (["b", "c"], {"b": "ok"}, "moe_down_tensor_mosaic_gpu_kernel")], codes=(0, -9))
-    assert [p.split(":")[0] for p in got["problems"]] == [
-        "a", "1 findings in our kernels, 0 outside of kernels", "process 1 ended (-9) before c",
-        "the planted fault was not found"]
+    got = report(tmp_path, [(["a", "planted"], {"a": "FAILED AssertionError: worst", "planted": "ok"}, None),
+                            (["b", "c", "d"], {"b": "ok", "c": sanitize.BEGUN}, "moe_down_tensor_mosaic_gpu_kernel")],
+                 codes=((0,), (-11, -9)))
+    assert problems(got) == ["a", "1 findings in our kernels, 0 outside of kernels", "c", "process 1 ended before d",
+                             "the planted fault was not found"]
+    assert "c: ended its process (exit codes (-11, -9))" in got["problems"][2]
     (tmp_path / "memcheck-1.jsonl").unlink()  # it did not even import jax
-    got = report(tmp_path, [(["planted"], {"planted": "started"}, "planted_memcheck")])
-    assert [p.split(":")[0] for p in got["problems"]][-1] == "process 1 ended (0) before every case"
+    got = report(tmp_path, [(["planted"], {"planted": "ok"}, "planted_far")])
+    assert problems(got)[-2:] == ["process 1 ended before every case", "a read just behind a buffer goes unseen"]
+
+
+SANITIZER = """#!/bin/bash
+[ "$1" = --version ] && exit
+while [ "$1" != "{python}" ]; do [ "$1" = --log-file ] && echo "{log}" > "$2"; shift; done
+exec "$@"
+"""
+
+
+def test_another_process_goes_on_where_one_ended(tmp_path, monkeypatch):
+    """With a stand-in for compute-sanitizer that runs the program, and a case that kills it."""
+    fake = tmp_path / "compute-sanitizer"
+    fake.write_text(SANITIZER.format(python=sys.executable, log="========= COMPUTE-SANITIZER"))
+    fake.chmod(0o755)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\nfrom bench import sanitize_cases as s\n"
+        "s.cases = lambda tool: [('a', int), ('b', lambda: os.kill(os.getpid(), signal.SIGKILL)), ('c', int)]\n")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{sanitize.ROOT}")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert sanitize.main(["--out", str(tmp_path), "--tool", "synccheck", "--processes", "1", "--seconds", "60"]) == 1
+    (tool,) = json.loads((tmp_path / "sanitize.json").read_text())["tools"]
+    assert [(c["case"], c["outcome"]) for c in tool["cases"]] == [("a", "ok"), ("b", "begun"), ("c", "ok")]
+    assert tool["exit_codes"] == [[-9, 0]] and [p.split(" (")[0] for p in tool["problems"]] == ["b: ended its process"]
 
 
 def test_the_cases_have_names_of_their_own():
-    names = [name for name, _ in sanitize_cases.cases()]
+    names = [name for name, _ in sanitize_cases.cases("initcheck")]
     assert len(set(names)) == len(names) > 50
+    assert names == [name for name, _ in sanitize_cases.cases("memcheck")]

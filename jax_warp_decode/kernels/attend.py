@@ -1,20 +1,11 @@
-"""attend: attention of one decode step, from projected heads to attended values, in one launch.
+"""attend: attention of one decode step, from projected heads to attended values, in two launches.
 
-A program normalises and rotates its queries and the new key, one of them stores the new key and value in the cache, and
-attends: the cached positions of a row are split evenly over programs, whatever the length of the cache ("split-K", as
-in FlashDecoding). Every program of a split repeats the few operations on its queries: cheaper than a launch.
+The first normalises and rotates queries and the new key, stores the new key and value in the cache, and attends: the
+cached positions of a row are split evenly over programs, whatever the length of the cache, and each writes a partial
+result with its largest logit and its sum ("split-K", as in FlashDecoding). The second adds the parts. Every program of
+a split repeats the few operations on its queries: cheaper than a launch.
 
-Where a row has more than one split, each program stores a part, with its largest logit and its sum, and draws a ticket,
-an integer of the row and key head. The last one to draw adds the parts, in the order of the splits: which program that
-is makes no difference to a bit of the result. This is sound because
-- all threads of a program have stored their part before one of them draws (`debug_barrier`), and drawing is an atomic
-  addition that releases what came before it and acquires what others released, at the scope of the GPU;
-- no program waits for another: whoever is not the last ends;
-- the last one puts the ticket back to 0, when no other program of that row and key head will touch it. Tickets are an
-  ordinary operand and result, aliased: zeros come in, zeros go out, and whatever JAX does with arrays (jit, scan,
-  donation, CUDA graphs) holds for them. Nothing is kept between calls behind JAX's back.
-
-Grid: (row, key head, split).
+Grids: (row, key head, split), then (row, query head).
 """
 
 import functools
@@ -29,7 +20,6 @@ from jax.experimental.pallas import triton as plgpu
 
 PROGRAMS = 256  # in all, about two per multiprocessor
 MAX_SPLITS = 64
-ADDED = 16384  # numbers that a program adds at a time, 128 registers a thread
 QUERIES = 16  # least rows of a tensor-core product; those that are no query are masked
 NEVER = -1e30  # logit of a position that does not exist; finite, so that differences are
 
@@ -48,72 +38,24 @@ def _rotated(halves, cos, sin, dtype):
     return (first * cos - second * sin).astype(dtype), (second * cos + first * sin).astype(dtype)
 
 
-def _kernel(heads_ref, q_gain_ref, k_gain_ref, cos_ref, sin_ref, lengths_ref, k_ref, v_ref, _, y_ref, k_out_ref,
-            v_out_ref, tickets_ref, *part_refs, group, block, splits, eps, interpret):
+def _partial_kernel(heads_ref, q_gain_ref, k_gain_ref, cos_ref, sin_ref, lengths_ref, k_ref, v_ref,
+                    out_ref, top_ref, sum_ref, k_out_ref, v_out_ref, *, group, block, splits, eps):
     row, head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    length = lengths_ref[row]
-    blocks = jnp.maximum(pl.cdiv(pl.cdiv(length, splits), block), 1)  # of every split
-    used = jnp.maximum(pl.cdiv(length, blocks * block), 1)  # splits with a position; the first has the new one
-    queries = pl.ds(head * group, QUERIES)
-    real = (jnp.arange(QUERIES, dtype=jnp.int32) < group)[:, None]
-
-    @pl.when(split < used)
-    def _():
-        top, total, out = _attend(
-            (row, head, split), heads_ref, q_gain_ref, k_gain_ref, cos_ref, sin_ref, length, k_ref, v_ref, k_out_ref,
-            v_out_ref, blocks=blocks, group=group, block=block, eps=eps)
-
-        @pl.when(used == 1)
-        def _():
-            plgpu.store(y_ref.at[row, queries, :], (out / total[:, None]).astype(y_ref.dtype), mask=real)
-
-        if splits == 1:
-            return
-
-        @pl.when(used > 1)
-        def _():
-            for ref, part in zip(part_refs, (top, total), strict=False):
-                plgpu.store(ref.at[row, split, queries], part, mask=real[:, 0])
-            plgpu.store(part_refs[2].at[row, split, queries, :], out, mask=real)
-            if not interpret:  # which runs one program after the other
-                plgpu.debug_barrier()
-            ticket = plgpu.atomic_add(tickets_ref, (row, head), jnp.int32(1))
-
-            @pl.when(ticket == used - 1)
-            def _():
-                tickets_ref[row, head] = jnp.int32(0)
-                _add((row, head), *part_refs, y_ref, used, group=group, splits=splits)
-
-
-def _attend(at, heads_ref, q_gain_ref, k_gain_ref, cos_ref, sin_ref, length, k_ref, v_ref, k_out_ref, v_out_ref, *,
-            blocks, group, block, eps):
-    """Largest logit, sum and unscaled values [QUERIES (, D)] of a split."""
-    row, head, split = at
     key_heads, positions, D = k_ref.shape[1:]
     N, half = group * key_heads, D // 2
     lower, upper = pl.ds(0, half), pl.ds(half, half)
     dtype = k_ref.dtype
-    start = split * blocks * block
-
-    def load(i):
-        at = start + i * block
-        exists = (at + jnp.arange(block, dtype=jnp.int32)) < length
-        cached = pl.ds(at, block)
-        k = [plgpu.load(k_ref.at[row, head, cached, part], mask=exists[:, None], other=0.0) for part in (lower, upper)]
-        return exists, k, plgpu.load(v_ref.at[row, head, cached, :], mask=exists[:, None], other=0.0)
-
-    # Everything is on its way before the first norm.
-    first_block = load(0)
+    cos, sin = cos_ref[row, :][None], sin_ref[row, :][None]
     real = (jnp.arange(QUERIES, dtype=jnp.int32) < group)[:, None]
+
     queries = pl.ds(head * group, QUERIES)
     q = [plgpu.load(heads_ref.at[row, queries, part], mask=real, other=0.0) for part in (lower, upper)]
+    q = _rotated(_normalised(q, [q_gain_ref[lower], q_gain_ref[upper]], eps), cos, sin, dtype)
     k_new = [heads_ref[row, N + head, part][None] for part in (lower, upper)]
+    k_new = _rotated(_normalised(k_new, [k_gain_ref[lower], k_gain_ref[upper]], eps), cos, sin, dtype)
     v_new = heads_ref[row, N + key_heads + head, :].astype(dtype)
-    q_gain, k_gain = ([ref[part] for part in (lower, upper)] for ref in (q_gain_ref, k_gain_ref))
-    cos, sin = cos_ref[row, :][None], sin_ref[row, :][None]
-    q = _rotated(_normalised(q, q_gain, eps), cos, sin, dtype)
-    k_new = _rotated(_normalised(k_new, k_gain, eps), cos, sin, dtype)
 
+    length = lengths_ref[row]
     here = (split == 0) & (length < positions)
     for part, value in zip((lower, upper), k_new, strict=True):
         plgpu.store(k_out_ref.at[row, head, pl.ds(length, 1), part], value, mask=here[None, None])
@@ -126,9 +68,16 @@ def _attend(at, heads_ref, q_gain_ref, k_gain_ref, cos_ref, sin_ref, length, k_r
     total = jnp.where(first, jnp.ones_like(top), 0.0)
     out = jnp.where(first, jnp.broadcast_to(v_new.astype(jnp.float32)[None], (QUERIES, D)), 0.0)
 
-    def body(loaded, carry):
+    blocks = pl.cdiv(pl.cdiv(length, splits), block)  # of every split
+    start = split * blocks * block
+
+    def body(i, carry):
         top, total, out = carry
-        exists, k, v = loaded
+        at = start + i * block
+        exists = (at + jnp.arange(block, dtype=jnp.int32)) < length
+        cached = pl.ds(at, block)
+        k = [plgpu.load(k_ref.at[row, head, cached, part], mask=exists[:, None], other=0.0) for part in (lower, upper)]
+        v = plgpu.load(v_ref.at[row, head, cached, :], mask=exists[:, None], other=0.0)
         logits = sum(plgpu.dot(a, b.T) for a, b in zip(q, k, strict=True)) * scale
         logits = jnp.where(exists[None], logits, NEVER)
         new_top = jnp.maximum(top, jnp.max(logits, axis=-1))
@@ -137,37 +86,24 @@ def _attend(at, heads_ref, q_gain_ref, k_gain_ref, cos_ref, sin_ref, length, k_r
         out = out * kept[:, None] + plgpu.dot(weights.astype(dtype), v)
         return new_top, total * kept + jnp.sum(weights, axis=-1), out
 
-    mine = jnp.clip(pl.cdiv(length - start, block), 1, blocks)
-    carry = lax.fori_loop(1, mine, lambda i, carry: body(load(i), carry), (top, total, out))
-    return body(first_block, carry)
+    mine = jnp.clip(pl.cdiv(length - start, block), 0, blocks)
+    top, total, out = lax.fori_loop(0, mine, body, (top, total, out))
+    plgpu.store(out_ref.at[row, queries, split, :], out, mask=real)
+    plgpu.store(top_ref.at[row, queries, split], top, mask=real[:, 0])
+    plgpu.store(sum_ref.at[row, queries, split], total, mask=real[:, 0])
 
 
-def _add(at, top_ref, sum_ref, out_ref, y_ref, used, *, group, splits):
-    """The attended values of a row and key head, from the parts of its splits."""
-    (row, head), D = at, y_ref.shape[-1]
-    size = pl.next_power_of_2(group)
-    chunk = min(splits, max(1, ADDED // (size * D)))
-    queries = pl.ds(head * group, size)
-    real = jnp.arange(size, dtype=jnp.int32) < group
-
-    def load(ref, first, count):  # past the L1 cache, which knows nothing of other multiprocessors
-        mask = ((first + jnp.arange(count, dtype=jnp.int32)) < used)[:, None] & real[None]
-        piece = ref.at[row, pl.ds(first, count), queries, *[slice(None)] * (len(ref.shape) - 3)]
-        mask = jnp.broadcast_to(jnp.expand_dims(mask, tuple(range(2, len(piece.shape)))), piece.shape)
-        return plgpu.load(piece, mask=mask, other=NEVER if ref is top_ref else 0.0, volatile=True)
-
-    def body(i, carry):
-        largest, total, y = carry
-        top, sums, out = (load(ref, i * chunk, chunk) for ref in (top_ref, sum_ref, out_ref))
-        new_largest = jnp.maximum(largest, jnp.max(top, axis=0))
-        kept, weights = jnp.exp(largest - new_largest), jnp.exp(top - new_largest[None])
-        y = y * kept[:, None] + jnp.sum(out * weights[:, :, None], axis=0)
-        return new_largest, total * kept + jnp.sum(sums * weights, axis=0), y
-
-    nothing = jnp.full((size,), NEVER, jnp.float32), jnp.zeros((size,), jnp.float32), jnp.zeros((size, D), jnp.float32)
-    _, total, y = lax.fori_loop(0, pl.cdiv(used, chunk), body, nothing)
-    y = (y / jnp.where(real, total, 1.0)[:, None]).astype(y_ref.dtype)
-    plgpu.store(y_ref.at[row, queries, :], y, mask=real[:, None])
+def _combine_kernel(lengths_ref, out_ref, top_ref, sum_ref, y_ref, *, block, splits):
+    row, head = pl.program_id(0), pl.program_id(1)
+    length = lengths_ref[row]
+    blocks = jnp.maximum(pl.cdiv(pl.cdiv(length, splits), block), 1)
+    used = jnp.arange(splits, dtype=jnp.int32) < jnp.maximum(pl.cdiv(length, blocks * block), 1)  # others are not read
+    every = pl.ds(0, splits)
+    top = plgpu.load(top_ref.at[row, head, every], mask=used, other=NEVER)
+    weights = jnp.exp(top - jnp.max(top, axis=-1))
+    total = jnp.sum(plgpu.load(sum_ref.at[row, head, every], mask=used, other=0.0) * weights, axis=-1)
+    out = plgpu.load(out_ref.at[row, head, every, :], mask=used[:, None], other=0.0)
+    y_ref[row, head, :] = (jnp.sum(out * weights[:, None], axis=0) / total).astype(y_ref.dtype)
 
 
 def splits_of(batch: int, key_heads: int, positions: int, block: int) -> int:
@@ -179,9 +115,8 @@ def splits_of(batch: int, key_heads: int, positions: int, block: int) -> int:
 @functools.partial(jax.jit, static_argnames=("eps", "block", "interpret"))
 def attend(
     heads: jax.Array, q_gain: jax.Array, k_gain: jax.Array, rotation: tuple[jax.Array, jax.Array], k_cache: jax.Array,
-    v_cache: jax.Array, lengths: jax.Array, tickets: jax.Array | None = None, *, eps: float, block: int = 64,
-    interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    v_cache: jax.Array, lengths: jax.Array, *, eps: float, block: int = 64, interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attention of one new position per row over the cache and itself.
 
     Args:
@@ -190,13 +125,12 @@ def attend(
       rotation: cos and sin [B, D / 2] float32 of the new positions' angles; dimension i is paired with i + D / 2.
       k_cache, v_cache: [B, KVH, S, D], of which row b has lengths[b] positions; donate them.
       lengths: int32 [B]. A row with S positions is full: its new key and value are used, but not stored.
-      tickets: int32 [B, KVH], all zeros, as every call returns them; None makes new ones, a launch of its own.
       eps: of the norms.
       block: positions at a time, a power of two from 16.
       interpret: run on the CPU, for tests.
 
     Returns:
-      y [B, N, D] in the dtype of heads, the caches with the new position, and the tickets, zeros again.
+      y [B, N, D] in the dtype of heads, and the caches with the new position.
 
     Raises:
       UnsupportedError: sizes that the kernel cannot take, see `refusal`.
@@ -208,34 +142,35 @@ def attend(
       >>> from jax_warp_decode.kernels.attend import attend
       >>> heads, gain, cache = jnp.ones((1, 4, 32)), jnp.ones(32), jnp.zeros((1, 1, 64, 32))
       >>> turned = jnp.ones((1, 16)), jnp.zeros((1, 16))
-      >>> y, k, v, tickets = attend(heads, gain, gain, turned, cache, cache, jnp.array([0]), eps=0.0, interpret=True)
-      >>> y.shape, float(y[0, 0, 0]), float(k[0, 0, 0, 0]), float(v[0, 0, 1, 0]), tickets.tolist()
-      ((1, 2, 32), 1.0, 1.0, 0.0, [[0]])
+      >>> y, k, v = attend(heads, gain, gain, turned, cache, cache, jnp.array([0]), eps=0.0, interpret=True)
+      >>> y.shape, float(y[0, 0, 0]), float(k[0, 0, 0, 0]), float(v[0, 0, 1, 0])
+      ((1, 2, 32), 1.0, 1.0, 0.0)
     """
     B, total, D = heads.shape
     KVH, S = k_cache.shape[1:3]
     N = total - 2 * KVH
     splits = splits_of(B, KVH, S, block)
     cos, sin = rotation
-    tickets = new_tickets(B, KVH) if tickets is None else tickets
-    shapes = ((B, splits, N), (B, splits, N), (B, splits, N, D)) if splits > 1 else ()
+    shapes = ((B, N, splits, D), (B, N, splits), (B, N, splits))
     parts = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    y, k_cache, v_cache, tickets, *_ = pl.pallas_call(
-        functools.partial(_kernel, group=N // KVH, block=block, splits=splits, eps=eps, interpret=interpret),
+    *partial, k_cache, v_cache = pl.pallas_call(
+        functools.partial(_partial_kernel, group=N // KVH, block=block, splits=splits, eps=eps),
         grid=(B, KVH, splits),
-        out_shape=(jax.ShapeDtypeStruct((B, N, D), heads.dtype),
-                   *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (k_cache, v_cache, tickets)), *parts),
-        input_output_aliases={6: 1, 7: 2, 8: 3},
+        out_shape=(*parts, *(jax.ShapeDtypeStruct(c.shape, c.dtype) for c in (k_cache, v_cache))),
+        input_output_aliases={6: 3, 7: 4},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
-        name="decode_attention",
-    )(heads, q_gain, k_gain, cos, sin, lengths, k_cache, v_cache, tickets)
-    return y, k_cache, v_cache, tickets
-
-
-def new_tickets(batch: int, key_heads: int) -> jax.Array:
-    """Tickets [B, KVH] for the first call of `attend`."""
-    return jnp.zeros((batch, key_heads), jnp.int32)
+        name="decode_attention_partial",
+    )(heads, q_gain, k_gain, cos, sin, lengths, k_cache, v_cache)
+    y = pl.pallas_call(
+        functools.partial(_combine_kernel, block=block, splits=splits),
+        grid=(B, N),
+        out_shape=jax.ShapeDtypeStruct((B, N, D), heads.dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=4),
+        interpret=interpret,
+        name="decode_attention_combine",
+    )(lengths, *partial)
+    return y, k_cache, v_cache
 
 
 def refusal(query_heads: int, key_heads: int, D: int) -> str:

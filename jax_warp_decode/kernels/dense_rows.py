@@ -21,7 +21,6 @@ from jax_warp_decode import compat
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.gradients import without_gradient
 from jax_warp_decode.kernels import tile
-from jax_warp_decode.kernels.prefetch import prefetch_bulk
 from jax_warp_decode.kernels.tile import LANES, RowTile
 
 MAX_TOKENS = 8
@@ -36,24 +35,22 @@ class DenseConfig:
     Attributes:
       rows: rows of w that a warp owns; they share the loads of x.
       unroll: steps along a row whose weights are loaded before any arithmetic.
-      prefetch: whether a warpgroup first asks for all its rows of w to come to the L2 cache.
     """
 
     rows: int
     unroll: int
-    prefetch: bool = False
 
     @classmethod
     def heuristic(cls, T: int, N: int, M: int) -> "DenseConfig":
-        """Rows that share the loads of x, as long as warps enough are left."""
-        most = 4 if T > 4 else 2
+        """Rows that share the loads of x, as long as warps enough are left (`bench.tune_dense`)."""
+        most = 2 if T in (2, 3, 4) else 4
         rows = next((r for r in (most, 2) if N % (tile.WARPS * r) == 0 and N >= MIN_WARPS * r), 1)
         return cls(rows, unroll=max(1, min(M // (LANES * 8), 8 // rows)))
 
 
 @functools.cache
-def _build(name: str, T: int, N: int, terms: int, residuals: int, gain: bool, eps: float, rows: RowTile,
-           config: DenseConfig, out_dtype, interpret):
+def _build(name: str, T: int, N: int, terms: int, residuals: int, gain: bool, eps: float, rows: RowTile, unroll: int,
+           out_dtype, interpret):
     """One jitted kernel per static configuration, so that equal layers share one trace and one compiled kernel."""
 
     def body(*refs):
@@ -61,8 +58,6 @@ def _build(name: str, T: int, N: int, terms: int, residuals: int, gain: bool, ep
         x_refs, residual_refs = [refs.pop(0) for _ in range(terms)], [refs.pop(0) for _ in range(residuals)]
         gain_refs, (w_ref, y_ref) = refs[:gain], refs[gain:]
         row_tile = lax.axis_index("row_tile")
-        if config.prefetch and not interpret:
-            prefetch_bulk(w_ref.at[0, rows.row_slice(row_tile)], rows.out_rows * rows.cols * rows.vector_dtype.itemsize)
 
         def group(steps, carry):
             loaded = [rows.load((w_ref,), jnp.int32(0), row_tile, s) for s in steps]
@@ -81,7 +76,7 @@ def _build(name: str, T: int, N: int, terms: int, residuals: int, gain: bool, ep
 
         zeros = [rows.zeros() for _ in range(T)]
         sums, squares = tile.unrolled_loop(
-            rows.steps, config.unroll, jnp.bool_(True), group, (zeros, zeros if gain else []))
+            rows.steps, unroll, jnp.bool_(True), group, (zeros, zeros if gain else []))
         for t in range(T):
             y = rows.reduce(sums[t])
             if gain:
@@ -154,7 +149,7 @@ def dense_rows(
         raise UnsupportedError(f"dense_rows: {reason}; use jax.numpy.einsum")
     config = DenseConfig.heuristic(T, N, M) if config is None else config
     rows = RowTile(M, DTYPES[dtype], LANES, config.rows, dtype, bool(interpret))
-    kernel = _build(name, T, N, len(xs), len(residuals), gain is not None, float(eps), rows, config,
+    kernel = _build(name, T, N, len(xs), len(residuals), gain is not None, float(eps), rows, config.unroll,
                     jnp.dtype(out_dtype or dtype), compat.interpret_params(interpret))
     gains = () if gain is None else (rows.vector_operand(gain),)
     return kernel(*map(rows.vector_operand, xs), *map(rows.row_operand, residuals), *gains,
@@ -178,9 +173,6 @@ def aot_cases():
     x, w, gain = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 2048), (5120, 2048), (2048,)))
     yield ("dense_rows-norm-T1", lambda x, d, w, g: dense_rows((x, d), w, gain=g), (x, x, w, gain),
            dict(max_narrow_loads=0))
-    config = DenseConfig(2, 4, prefetch=True)  # registers for a fifth program on a multiprocessor
-    yield ("dense_rows-norm-prefetch-T1", lambda x, d, w, g: dense_rows((x, d), w, gain=g, config=config),
-           (x, x, w, gain), dict(max_narrow_loads=0, max_registers=96))
     for T in (1, 4, 8):
         y, o, x = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((T, 4096), (2048, 4096), (T, 2048)))
         yield (f"dense_rows-residual-T{T}", lambda y, w, x, d: dense_rows((y,), w, residuals=(x, d)), (y, o, x, x), {})

@@ -28,8 +28,8 @@ from jax_warp_decode.kernels.row_products import QUAD, ROWS, Walk
 from jax_warp_decode.kernels.simt import LANES, WARPGROUP, Int
 
 MOST_SLOTS = LANES  # of a token: a lane looks each up
-# Bytes of h, which every CTA has in shared memory: of a bfloat16 one, so that a multiprocessor has room for three CTAs; of
-# a float32 one, so that filling it stays cheap (bench/NOTES.md).
+# Bytes of h, which every CTA has in shared memory: of a bfloat16 one, so that a multiprocessor has room for three CTAs;
+# of a float32 one, so that filling it stays cheap (bench/NOTES.md).
 MOST_SHARED, MOST_SPLIT = 72 * 1024, 32 * 1024
 ENTRY = 12  # bytes of a routed slot in the table: its number, expert and weight
 REF, SCALAR = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())

@@ -10,6 +10,7 @@ PART = 64  # weight rows of a product, the M of wgmma
 BLOCK = 2 * WARPGROUPS * PART  # weight rows of an item
 TILE = 64  # columns of a stage: 128 bytes of bfloat16
 ROW_ALIGNMENT = 8  # of the first row of a group
+WIDEST = 144  # rows of a tile that leave room for four stages
 SHARED_BYTES = 227 * 1024
 SHARED_WITH_SCALES = 163 * 1024  # the rest caches scales: a sector of them lasts for 16 steps
 FIELDS = 5  # of a tile: expert, its first tile, its tiles, its first row, its rows
@@ -22,20 +23,17 @@ class GroupedConfig:
     Attributes:
       widths: rows of a tile, the N of wgmma, ascending: multiples of 16, at most 192.
       stages: depth of the ring in shared memory.
-      ctas: resident CTAs, one per SM; a multiple of `cluster`.
-      cluster: CTAs that share the weights of their items, 1 or 2: a tile then has up to twice widths[-1] rows, half of
-        them for each.
+      ctas: resident CTAs, one per SM.
     """
 
     widths: tuple[int, ...]
     stages: int
     ctas: int = 132
-    cluster: int = 1
 
     @property
     def widest(self) -> int:
         """Rows of a tile."""
-        return self.widths[-1] * self.cluster
+        return self.widths[-1]
 
     @property
     def chunk(self) -> int:
@@ -50,10 +48,9 @@ class GroupedConfig:
     def check(self, itemsize: int) -> None:
         widths = self.widths
         if not (widths and list(widths) == sorted(set(widths)) and all(w % 16 == 0 for w in widths)
-                and 16 <= widths[0] and widths[-1] <= 192 and 2 <= self.stages <= 16 and self.cluster in (1, 2)
-                and self.ctas >= 1 and self.ctas % self.cluster == 0):
+                and 16 <= widths[0] and widths[-1] <= 192 and 2 <= self.stages <= 16 and self.ctas >= 1):
             raise ArgumentError(f"config: got {self}; widths must ascend in multiples of 16 up to 192, stages 2 to "
-                                "16, cluster 1 or 2, a divisor of ctas")
+                                "16, ctas 1 at least")
         if self.shared_bytes(itemsize) > SHARED_BYTES:
             raise ArgumentError(
                 f"config: {self} takes {self.shared_bytes(itemsize)} bytes of shared memory, a CTA has {SHARED_BYTES}")
@@ -64,13 +61,13 @@ class GroupedConfig:
 
         Example:
           >>> GroupedConfig.heuristic(slots=4096 * 8, experts=128)
-          GroupedConfig(widths=(64, 144), stages=4, ctas=132, cluster=1)
+          GroupedConfig(widths=(128, 144), stages=4, ctas=132)
         """
         mean = slots / experts
-        most = math.ceil(mean + 2 * mean**0.5)  # holds 97 % of the groups under uniform routing
-        wide = -(-most // -(-most // 160))  # of equal tiles; the registers of wider ones spill
-        wide = max(32, -(-wide // 16) * 16)
-        widths = (wide // 32 * 16, wide) if wide >= 64 else (wide,)
-        most = SHARED_BYTES if itemsize == 2 else SHARED_WITH_SCALES
-        stages = next(s for s in range(6, 1, -1) if cls(widths, s).shared_bytes(itemsize) <= most)
+        tiles = math.ceil((mean + mean**0.5) / WIDEST)  # of a group
+        most = mean + 2 * mean**0.5  # holds 97 % of the groups under uniform routing
+        usual, wide = (min(WIDEST, max(32, math.ceil(rows / tiles / 16) * 16)) for rows in (mean, most))
+        widths = (usual, wide) if usual < wide else (wide,)
+        room = SHARED_BYTES if itemsize == 2 else SHARED_WITH_SCALES
+        stages = next(s for s in range(6, 1, -1) if cls(widths, s).shared_bytes(itemsize) <= room)
         return cls(widths, stages)

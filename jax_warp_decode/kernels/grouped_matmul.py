@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_warp_decode.activations import Activation
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.gradients import without_gradient
-from jax_warp_decode.kernels import checks, grouped_simt, shared_simt
+from jax_warp_decode.kernels import checks, grouped_simt
 from jax_warp_decode.kernels.grouped_config import (
     BLOCK,
     FIELDS,
@@ -63,10 +63,7 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
     if gathered and config.stages < 3:
         raise ArgumentError(f"config: got {config}; with gathered rows, stages must be 3 at least")
     scaled = itemsize == 1
-    if scaled and config.cluster > 1:
-        raise ArgumentError(f"config: got {config}; with MXFP8 weights, cluster must be 1")
-    widths, stages, cluster = config.widths, config.stages, config.cluster
-    clusters = config.ctas // cluster
+    widths, stages, ctas = config.widths, config.stages, config.ctas
     steps = -(-cols // TILE)
     block = BLOCK // matrices
     blocks = -(-n // block)
@@ -84,15 +81,14 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
         weight_refs, refs = refs[:matrices], refs[matrices:]
         scale_refs, refs = refs[:matrices * scaled], refs[matrices * scaled:]
         bias_refs, refs = refs[:biases], refs[biases:]
-        out_ref, weight_ring, row_ring, staging, full, empty, turn, *widened = refs
+        out_ref, weight_ring, row_ring, staging, full, empty, *widened = refs
         wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
-        peer = lax.axis_index("peer") if cluster > 1 else jnp.int32(0)
         items = total_ref[0] * jnp.int32(blocks)
-        mine = lax.div(items - cta + jnp.int32(clusters - 1), jnp.int32(clusters))
+        mine = lax.div(items - cta + jnp.int32(ctas - 1), jnp.int32(ctas))
 
         def tile(i):
             """Of the CTA's i-th item: expert, first weight row of the block, first row, rows."""
-            item = cta + i * jnp.int32(clusters)
+            item = cta + i * jnp.int32(ctas)
             group = lax.div(item, jnp.int32(blocks)) * jnp.int32(FIELDS)
             expert, first, count, start, rows = (tiles_ref[group + jnp.int32(f)] for f in range(FIELDS))
             # The tiles of an expert follow each other on the same weights, which come from L2 then.
@@ -103,13 +99,17 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
             share = lax.div(rows + count * jnp.int32(ROW_ALIGNMENT) - jnp.int32(1), count * jnp.int32(ROW_ALIGNMENT))
             done = number * share * jnp.int32(ROW_ALIGNMENT)
             rows = jnp.minimum(rows - done, share * jnp.int32(ROW_ALIGNMENT))
-            if cluster > 1:  # the second CTA may have none, and helps with the weights
-                half = lax.div(rows + jnp.int32(2 * ROW_ALIGNMENT - 1), jnp.int32(2 * ROW_ALIGNMENT)) * ROW_ALIGNMENT
-                done, rows = done + peer * half, jnp.clip(rows - peer * half, jnp.int32(0), half)
             return expert, at * jnp.int32(block), start + done, rows
 
-        def first(step):
-            return lax.rem(step, jnp.int32(stages))
+        def first(i):
+            """Stage of the first step of the CTA's i-th item. Later ones count: a remainder is slow."""
+            return lax.rem(i * jnp.int32(steps), jnp.int32(stages))
+
+        def after(stage):
+            return jnp.where(stage == stages - 1, jnp.int32(0), stage + jnp.int32(1))
+
+        def before(stage):
+            return jnp.where(stage == 0, jnp.int32(stages), stage) - jnp.int32(1)
 
         def of_width(rows, then):
             """then(width) with the least width that holds the rows."""
@@ -122,10 +122,9 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
         def _():
             plgpu.set_max_registers(producer, action="decrease")
 
-            def request(i, k, expert, weight_row):
-                """Waits for a free stage and starts the copies of weights to it: step, stage, columns."""
+            def request(i, k, stage, expert, weight_row):
+                """Waits until the stage is free and starts the copies of weights to it: step, columns."""
                 step = i * jnp.int32(steps) + k
-                stage = first(step)
 
                 @pl.when(step >= stages)
                 def _():
@@ -134,19 +133,19 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
                 columns = pl.ds(k * jnp.int32(TILE), TILE)
                 for m, ref in enumerate(weight_refs):
                     plgpu.copy_gmem_to_smem(ref.at[expert, pl.ds(weight_row, block), columns],
-                                            weight_ring.at[stage, pl.ds(m * block, block)], full.at[stage],
-                                            collective_axes="peer" if cluster > 1 else None)
-                return step, stage, columns
+                                            weight_ring.at[stage, pl.ds(m * block, block)], full.at[stage])
+                return step, columns
 
             def copy_item(i, _):
                 expert, weight_row, row, rows = tile(i)
 
-                def one_step(k, _):
-                    _, stage, columns = request(i, k, expert, weight_row)
+                def one_step(k, stage):
+                    _, columns = request(i, k, stage, expert, weight_row)
                     of_width(rows, lambda width: plgpu.copy_gmem_to_smem(
                         rows_ref.at[pl.ds(row, width), columns], row_ring.at[stage, pl.ds(0, width)], full.at[stage]))
+                    return after(stage)
 
-                lax.fori_loop(jnp.int32(0), jnp.int32(steps), one_step, None)
+                lax.fori_loop(jnp.int32(0), jnp.int32(steps), one_step, first(i))
 
             def gather_item(i, _):
                 expert, weight_row, row, rows = tile(i)
@@ -154,16 +153,18 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
                 def then(width):
                     tokens = _tokens(interpret, token_refs[0], row, width)
 
-                    def one_step(k, _):
-                        step, stage, _ = request(i, k, expert, weight_row)
+                    def one_step(k, stage):
+                        step, _ = request(i, k, stage, expert, weight_row)
                         _gather(interpret, rows_ref, tokens, k, row_ring.at[stage, pl.ds(0, width)], width, cols)
 
                         @pl.when(step > 0)
                         def _():  # the rows of the step before have had its time to arrive
                             _gathered(interpret, 1)
-                            plgpu.barrier_arrive(full.at[first(step + jnp.int32(stages - 1))])
+                            plgpu.barrier_arrive(full.at[before(stage)])
 
-                    lax.fori_loop(jnp.int32(0), jnp.int32(steps), one_step, None)
+                        return after(stage)
+
+                    lax.fori_loop(jnp.int32(0), jnp.int32(steps), one_step, first(i))
 
                 of_width(rows, then)
 
@@ -172,21 +173,14 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
                 @pl.when(mine > 0)
                 def _():
                     _gathered(interpret, 0)
-                    plgpu.barrier_arrive(full.at[first(mine * jnp.int32(steps) + jnp.int32(stages - 1))])
-
-            if cluster > 1:  # until nobody copies to this CTA or arrives here any more
-                total = mine * jnp.int32(steps)
-                lax.fori_loop(jnp.maximum(total - jnp.int32(stages), jnp.int32(0)), total,
-                              lambda step, _: plgpu.barrier_wait(empty.at[first(step)]), None)
+                    plgpu.barrier_arrive(full.at[before(first(mine))])
 
         @pl.when(wg < WARPGROUPS)
         def _():
             plgpu.set_max_registers(consumer, action="increase")
 
-            def release(step):
-                if cluster > 1:
-                    _meet(interpret)
-                plgpu.barrier_arrive(empty.at[first(step)])
+            def release(stage):
+                plgpu.barrier_arrive(empty.at[stage])
 
             def multiply(i, width, expert, weight_row):
                 """Sums float32 [64, width] of the warpgroup's two parts."""
@@ -200,9 +194,7 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
                             for p in range(2)]
 
                 def products(*sums):
-                    def one_step(k, _):
-                        step = i * jnp.int32(steps) + k
-                        stage = first(step)
+                    def one_step(k, stage):
                         plgpu.barrier_wait(full.at[stage])
                         n_operand = row_ring.at[stage, pl.ds(0, width)].transpose((1, 0))
                         for acc, part in zip(sums, parts(stage), strict=True):
@@ -211,33 +203,31 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
 
                         @pl.when(k > 0)
                         def _():
-                            release(step - jnp.int32(1))
+                            release(before(stage))
 
-                    lax.fori_loop(jnp.int32(0), jnp.int32(steps), one_step, None)
+                        return after(stage)
+
+                    end = lax.fori_loop(jnp.int32(0), jnp.int32(steps), one_step, first(i))
                     out = tuple(acc[...] for acc in sums)
-                    release(i * jnp.int32(steps) + jnp.int32(steps - 1))
+                    release(before(end))
                     return out
 
                 def widened_products(*sums):
-                    def one_step(k, scales):
-                        step = i * jnp.int32(steps) + k
-                        stage = first(step)
+                    def one_step(k, carry):
+                        stage, scales = carry
                         following = scales_of(jnp.minimum(k + jnp.int32(1), jnp.int32(steps - 1)))
                         plgpu.barrier_wait(full.at[stage])
                         n_operand = row_ring.at[stage, pl.ds(0, width)].transpose((1, 0))
                         operands = [_widen(interpret, part, scales, p, *(ref.at[wg, p] for ref in widened))
                                     for p, part in enumerate(parts(stage))]
-                        # The warpgroups take turns, so that one widens while the other multiplies.
-                        pl.when((wg > 0) | (step > 0))(lambda: plgpu.barrier_wait(turn.at[wg]))
                         for acc, operand in zip(sums, operands, strict=True):
                             plgpu.wgmma(acc, operand, n_operand)
-                        plgpu.wgmma_wait(1)
-                        plgpu.barrier_arrive(turn.at[jnp.int32(1) - wg])
-                        plgpu.wgmma_wait(0)  # registers of operands must not change before
-                        release(step)
-                        return following
+                        # Registers of operands must not change before; meanwhile the other warpgroup widens.
+                        plgpu.wgmma_wait(0)
+                        release(stage)
+                        return after(stage), following
 
-                    lax.fori_loop(jnp.int32(0), jnp.int32(steps), one_step, scales_of(jnp.int32(0)))
+                    lax.fori_loop(jnp.int32(0), jnp.int32(steps), one_step, (first(i), scales_of(jnp.int32(0))))
                     return tuple(acc[...] for acc in sums)
 
                 accumulators = [plgpu.ACC((PART, width), jnp.float32)] * 2
@@ -306,11 +296,8 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
         tiled(stages, widest, TILE),
         tiled(WARPGROUPS, 2, config.chunk, PART),
         plgpu.Barrier(num_arrivals=matrices + 1, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages) if cluster == 1
-        else plgpu.ClusterBarrier(collective_axes=("peer",), num_arrivals=WARPGROUPS, num_barriers=stages),
-        plgpu.Barrier(num_barriers=WARPGROUPS),
+        plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
     ]
-    in_cluster = dict(cluster=(cluster,), cluster_names=("peer",)) if cluster > 1 else {}
     if scaled and interpret is not None:
         scratch.append(tiled(WARPGROUPS, 2, PART, TILE))
 
@@ -319,9 +306,8 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
         return plgpu.kernel(
             body,
             out_type=jax.ShapeDtypeStruct((operands[0].shape[0], n), jnp.bfloat16),
-            grid=(clusters,),
+            grid=(ctas,),
             grid_names=("cta",),
-            **in_cluster,
             num_threads=WARPGROUPS + 1,
             thread_name="wg",
             scratch_types=scratch,
@@ -339,12 +325,6 @@ def _transforms(itemsize):
 
 
 # ------------------------------------------------------------------------- inline code, or its form for the interpreter
-
-
-def _meet(interpret):
-    """A barrier among the threads of a warpgroup."""
-    if interpret is None:
-        plgpu.inline_mgpu()(shared_simt.barrier)()
 
 
 def _transpose(interpret, value, buffer, start, count):

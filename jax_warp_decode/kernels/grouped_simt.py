@@ -148,8 +148,7 @@ def widen(part: int):
                 for half in range(2):
                     two = utils.inline_ptx(f"ld.shared.u16 $0, [$1+{half * 512 + k8 * 8}];", at.v,
                                            result_types=_i16(), has_side_effects=True)
-                    pairs.append(utils.inline_ptx(_SCALED, two, factors[half][k16 // 2], result_types=simt.i32(),
-                                                  has_side_effects=True))
+                    pairs.append(utils.inline_ptx(_SCALED, two, factors[half][k16 // 2], result_types=simt.i32()))
         registers = np.empty(len(pairs), object)
         registers[:] = [llvm.bitcast(ir.VectorType.get((2,), ir.BF16Type.get()), p) for p in pairs]
         shape = mgpu.WGMMA_LAYOUT.registers_shape((64, 64))

@@ -25,31 +25,13 @@ _LINES = """{{
   mad.wide.u32 there, offset, 1, there;{all}
 }}"""
 
-_BULK = """{{
-  .reg .pred p;
-  .reg .b32 thread;
-  .reg .b64 there;
-  mov.u32 thread, %tid.x;
-  and.b32 thread, thread, {last};
-  setp.eq.u32 p, thread, 0;
-  cvta.to.global.u64 there, $0;
-  @p cp.async.bulk.prefetch.L2.global [there], {nbytes};
-}}"""
-
 
 def prefetch_lines(ref, nbytes: int) -> None:
     """A warpgroup asks for `nbytes` bytes from the start of ref on, every thread for a line: for a few, needed soon."""
     starts = range(0, nbytes, THREADS * LINE)
     every = "".join(_LINE.format(left=nbytes - start, start=start) for start in starts)
-    _run(_LINES.format(last=THREADS - 1, line=LINE, all=every), ref)
+    code = _LINES.format(last=THREADS - 1, line=LINE, all=every)
 
-
-def prefetch_bulk(ref, nbytes: int) -> None:
-    """The same in one instruction of one thread, for many bytes, a multiple of 16."""
-    _run(_BULK.format(last=THREADS - 1, nbytes=nbytes), ref)
-
-
-def _run(code: str, ref) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def run(_, ref):
         mgpu.utils.inline_ptx(code, mgpu.utils.memref_ptr(ref), has_side_effects=True)

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.kernels import dense_rows
 from jax_warp_decode.kernels.attend import attend as fused_attention
-from jax_warp_decode.kernels.attend import new_tickets
 from jax_warp_decode.kernels.rms_norm import rms_norm
 from jax_warp_decode.models.cache import RaggedCache
 from jax_warp_decode.models.decode_attention import ATTENTION, FUSED, attend_masked, resolve, seen_positions
@@ -37,7 +36,7 @@ class DecodeModel:
       config: sizes of the decoder.
       experts: (x [T, H], routing, experts) -> y [T, H]; `moe` unless something is compared with it.
       attention: "auto", "fused", or a name in `decode_attention.ATTENTION`. "fused" goes with kernels of this package
-        for everything around it, too: projections, norms, rotation and cache in four launches per layer. Sliding
+        for everything around it, too: projections, norms, rotation and cache in five launches per layer. Sliding
         windows and sinks are XLA's.
       dtype: of the residual stream and the matrix products.
       interpret: run the kernels of "fused" on the CPU, for tests.
@@ -127,16 +126,15 @@ def decode_step_with_routing(
     with jax.named_scope("embed"):
         x = _embed(model, weights, tokens, cache.lengths < cache.max_len)
         rotation = rotation_of(model.config, cache.lengths)
-        delta = jnp.zeros_like(x)
-        tickets = new_tickets(x.shape[0], model.config.num_key_value_heads)
+        delta = None
     ks, vs, ids = [], [], []
     for number, (layer, k, v) in enumerate(zip(weights.layers, cache.k, cache.v, strict=True)):
-        state = x, delta, rotation, cache.lengths, k, v
+        state = rotation, cache.lengths, k, v
         if attention == FUSED:
-            x, delta, k, v, tickets, chosen = _fused_layer(model, layer, *state, tickets)
+            x, delta, k, v, chosen = _fused_layer(model, layer, x, delta, *state)
         else:
             window = model.config.window(number)
-            x, delta, k, v, chosen = _decode_layer(ATTENTION[attention], window, model, layer, *state)
+            x, k, v, chosen = _decode_layer(ATTENTION[attention], window, model, layer, x, *state)
         ks.append(k)
         vs.append(v)
         ids.append(chosen)
@@ -144,7 +142,7 @@ def decode_step_with_routing(
         cache = RaggedCache(tuple(ks), tuple(vs), cache.lengths + 1, cache.heads_first)
     with jax.named_scope("head"):
         if attention == FUSED:
-            logits = _project(model, (x, delta), weights.head, gain=weights.norm, out_dtype=jnp.float32,
+            logits = _project(model, _terms(x, delta), weights.head, gain=weights.norm, out_dtype=jnp.float32,
                               name="head_dense_rows")
         else:
             logits = _logits(model, weights, x)
@@ -189,22 +187,29 @@ def prefill(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _fused_layer(model, layer, x, delta, rotation, lengths, k_cache, v_cache, tickets):
-    """A layer on the residual stream x + delta: who reads it adds the two, so that no launch is spent on the sum."""
+def _fused_layer(model, layer, x, delta, rotation, lengths, k_cache, v_cache):
+    """A layer on the residual stream x + delta: who reads it adds the two, so that no launch is spent on the sum.
+
+    delta is None for the first layer.
+    """
     config, T = model.config, x.shape[0]
     cos, sin = (a[:, 0] for a in rotation)
     with jax.named_scope("attention"):
         with jax.named_scope("qkv"):
-            heads = _project(model, (x, delta), layer.w_qkv, gain=layer.input_norm)
+            heads = _project(model, _terms(x, delta), layer.w_qkv, gain=layer.input_norm)
         with jax.named_scope("attend"):
-            y, k, v, tickets = fused_attention(
+            y, k, v = fused_attention(
                 heads.reshape(T, -1, config.head_dim), layer.q_norm, layer.k_norm, (cos, sin), k_cache, v_cache,
-                lengths, tickets, eps=config.rms_norm_eps, interpret=model.interpret)
+                lengths, eps=config.rms_norm_eps, interpret=model.interpret)
         with jax.named_scope("output"):
-            x = _project(model, (y.reshape(T, -1),), layer.w_o, residuals=(x, delta))
+            x = _project(model, (y.reshape(T, -1),), layer.w_o, residuals=_terms(x, delta))
     h, routing = norm_and_route(x, layer.post_norm, layer.w_router, config.router, eps=config.rms_norm_eps,
                                 bias=layer.router_bias, interpret=model.interpret)
-    return x, _experts(model, layer, h, routing), k, v, tickets, routing.ids
+    return x, _experts(model, layer, h, routing), k, v, routing.ids
+
+
+def _terms(x, delta) -> tuple[jax.Array, ...]:
+    return (x,) if delta is None else (x, delta)
 
 
 def _project(model, xs, w, *, gain=None, residuals=(), out_dtype=None, name="dense_rows"):
@@ -222,7 +227,7 @@ def _project(model, xs, w, *, gain=None, residuals=(), out_dtype=None, name="den
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _decode_layer(attention, window, model, layer, x, delta, rotation, lengths, k_cache, v_cache):
+def _decode_layer(attention, window, model, layer, x, rotation, lengths, k_cache, v_cache):
     def attend(q, k, v):
         k_new = attention.write(k_cache, lengths, k)
         v_new = attention.write(v_cache, lengths, v)
@@ -234,7 +239,7 @@ def _decode_layer(attention, window, model, layer, x, delta, rotation, lengths, 
         return y, (k_new, v_new)
 
     x, (k, v), ids = decoder_layer(model, layer, x, rotation, attend)
-    return x, delta, k, v, ids
+    return x, k, v, ids
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -65,10 +65,10 @@ def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: A
     bfloat16, also where the weights are float32; the gradients of biases and routing weights are float32 sums. Every
     sum runs in a fixed order, so that gradients are reproducible. What is not routed has a gradient of exactly zero.
 
-    Temporaries: gathered rows [T * K, H], intermediates [T * K, I] and results [T * K, H], see
-    `grouped_layer.temporary_bytes`. On a GPU, MXFP8 weights are read as they are. Other quantised weights, and all of
-    them where a gradient is asked for or activations are quantised, are widened before each product, all E experts at
-    once.
+    Temporaries: intermediates [T * K, I] and results [T * K, H]; where the kernels of `grouped_layer` do not run (see
+    its `temporary_bytes`), gathered rows [T * K, H] too. On a GPU, MXFP8 weights are read as they are. Other quantised
+    weights, and all of them where a gradient is asked for or activations are quantised, are widened before each
+    product, all E experts at once.
 
     Raises:
       UnsupportedError: sizes the grouped GEMM cannot take on a GPU, H or I that is no multiple of 32 with MXFP8
