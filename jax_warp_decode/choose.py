@@ -136,8 +136,8 @@ _SHARED_FIRST = ("shared_decode", "expert_centric", "warp_decode")
 _GROUPED_FIRST = ("expert_centric", "shared_decode", "warp_decode")
 
 # By weight format; another one takes those of the format with the nearest bits per value. shared_decode reads an expert
-# once for every 16 slots, and falls behind beyond 16 pairs per expert; for mxfp8, measured up to 8 pairs, that is a guess
-# from bf16 (bench/NOTES.md, "Crossover").
+# once for every 16 slots, and falls behind beyond 16 pairs per expert; for mxfp8, measured up to 8 pairs, that is
+# a guess from bf16 (bench/NOTES.md, "Crossover").
 RANKINGS = {
     "bf16": (Ranking(0.5, _WARP_FIRST), Ranking(1.0, _SHARED_THEN_WARP), Ranking(16.0, _SHARED_FIRST),
              Ranking(math.inf, _GROUPED_FIRST)),

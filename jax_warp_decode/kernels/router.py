@@ -276,7 +276,8 @@ def moe_router(
       >>> ids.tolist(), weights.tolist()
       ([[1, 3]], [[0.5, 0.5]])
     """
-    return _run(x, None, None, w_router, k, renormalize, config, interpret)
+    ids, weights = _run(x, None, None, w_router, k, renormalize, config, interpret)
+    return ids, weights
 
 
 def normed_moe_router(
@@ -318,7 +319,8 @@ def normed_moe_router(
     if dtype not in W_DTYPES or gain.shape != x.shape[1:]:
         raise ArgumentError(f"gain: got {dtype} {getattr(gain, 'shape', '')}, expected [H] = [{x.shape[-1]}] of "
                             f"{' or '.join(map(str, W_DTYPES))}")
-    return _run(x, gain, float(eps), w_router, k, renormalize, config, interpret)
+    ids, weights, h = _run(x, gain, float(eps), w_router, k, renormalize, config, interpret)
+    return ids, weights, h
 
 
 def _run(x, gain, eps, w_router, k, renormalize, config, interpret) -> tuple[jax.Array, ...]:
