@@ -174,6 +174,10 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
                 def _():
                     _gathered(interpret, 0)
                     plgpu.barrier_arrive(full.at[before(first(mine))])
+            if interpret is not None:  # that of jax 0.11 wants to see every stage freed
+                used = mine * jnp.int32(steps)
+                lax.fori_loop(jnp.maximum(used - jnp.int32(stages), 0), used, lambda use, _: plgpu.barrier_wait(
+                    empty.at[lax.rem(use, jnp.int32(stages))]), None)
 
         @pl.when(wg < WARPGROUPS)
         def _():

@@ -28,7 +28,8 @@ def walk(rows: RowTile, unroll: int, early: list, load: Callable, add: Callable,
         steps = [len(early) + s for s in steps]
         return add(steps, list(map(load, steps)), total)
 
-    return tile.unrolled_loop(rows.steps - len(early), unroll, jnp.bool_(True), group, add(range(len(early)), early, init))
+    first = add(range(len(early)), early, init)
+    return tile.unrolled_loop(rows.steps - len(early), unroll, jnp.bool_(True), group, first)
 
 
 @dataclasses.dataclass(frozen=True)
