@@ -38,8 +38,7 @@ LIMIT_S = 50
 MOST_PROCESSES = 4  # of a group
 LOST = re.compile(r"CUDA_ERROR|illegal (memory|instruction)|misaligned|unspecified launch", re.IGNORECASE)
 MATMUL = 8192
-# What to try besides the heuristic's configuration, and format, tokens and trials of each case. A trial: widths,
-# stages.
+# Format, tokens and what to try besides the heuristic's configuration: widths and stages.
 GROUPS = {
     "bf16": [("bf16", 4096, (((64, 144), 4), ((64, 128, 144), 4)))],
     "large": [("bf16", 8192, (((64, 128, 144), 4),))],

@@ -8,8 +8,6 @@ SHAPES = {"small": (4, 128, 64, 2), "odd": (5, 192, 320, 3), "off": (3, 352, 96,
           "blocks": (4, 1024, 512, 2)}
 TENSOR = ("mxfp4", "mxfp8", "fp8_block128")  # formats of the tensor-core kernels of warp_decode
 SHARED = ("bf16", "mxfp8", "mxfp4", "fp8_block128", "mxfp8_e5m2")  # of shared_decode
-
-
 # (E, H, K, T, cluster and warpgroups and unroll if not the heuristic's) of the router
 ROUTERS = ((16, 256, 4, 3), (128, 352, 8, 1), (64, 2048, 6, 2), (64, 352, 3, 3, 2, 4, 2), (512, 256, 10, 2, 16, 8, 1))
 ROUTED = ("same", "uniform")  # patterns in which every slot is routed
@@ -40,7 +38,6 @@ def cases(tool):
         yield "router-E{}-H{}-K{}-T{}".format(*sizes), part(router, *sizes)
     for format in ("bf16", "mxfp8"):
         yield f"grouped-{format}", part(grouped, format, patterns)
-    yield "grouped-bf16-pairs of CTAs", part(grouped, "bf16", 2, patterns)
     yield "dense_rows", dense
     yield "gradients of expert_centric", part(gradients, patterns[0])
     for format in SHARED:
@@ -140,12 +137,10 @@ def stacked(strategy):
     import jax.numpy as jnp
     import numpy as np
 
-    from jax_warp_decode import moe
-
     case = _make(7, "odd", 3)
     x, routing, experts = case.args()
     stack = jax.tree.map(lambda w: jnp.stack([jnp.full_like(w, jnp.nan), w]), experts)
-    run = jax.jit(functools.partial(moe, strategy=strategy))
+    run = _jitted(strategy)
     _check(run(x, routing, stack, layer=jnp.int32(1)), case, strategy)
     for outside in (-1, 2, 2**31 - 1, -2**31):
         assert not np.asarray(run(x, routing, stack, layer=jnp.int32(outside)), np.float32).any()
@@ -153,8 +148,6 @@ def stacked(strategy):
 
 def biases(strategy, format):
     """Biases of all three projections, NaN in those of idle experts."""
-    import functools
-
     import jax
 
     from jax_warp_decode import moe
@@ -166,8 +159,6 @@ def biases(strategy, format):
 
 
 def without_gate():
-    import functools
-
     import jax
 
     from jax_warp_decode import moe

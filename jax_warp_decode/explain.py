@@ -14,7 +14,7 @@ from jax_warp_decode.kernels import checks, down, gate_up
 if TYPE_CHECKING:
     from jax_warp_decode.parallel import ExpertSharding
 
-# The config classes of each kernel, by the name that its measurements carry; the first has a heuristic.
+# The config classes of each kernel, by the name that its measurements carry; see `tuning.rule_of_thumb`.
 KERNELS = {"moe_gate_up": gate_up.CONFIGS, "moe_down": down.CONFIGS}
 
 

@@ -88,8 +88,8 @@ def norm_and_route(
     x: jax.Array, gain: jax.Array, w_router: jax.Array, router: Router, *, eps: float, bias: jax.Array | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, Routing]:
-    """The RMSNorm before the experts, and the routing of what it gives: one launch, or two where the kernel of
-    `route_tokens` cannot run.
+    """The RMSNorm before the experts, and the routing of what it gives: one launch, or `rms_norm` and `route_tokens`
+    after each other where the kernel of the latter cannot run.
 
     Args:
       x: [T, H] before the norm; for a GPU, or the interpreter.

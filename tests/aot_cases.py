@@ -10,6 +10,7 @@ from bench.tune_router import aot_cases as router_cases
 from jax_warp_decode import tuning
 from jax_warp_decode.activations import ACTIVATIONS, get_activation
 from jax_warp_decode.experts import ExpertWeights
+from jax_warp_decode.explain import KERNELS
 from jax_warp_decode.formats import FORMATS
 from jax_warp_decode.kernels import (
     DownConfig,
@@ -19,7 +20,6 @@ from jax_warp_decode.kernels import (
     moe_down_3d_batched,
     moe_gate_up_3d_batched,
     router,
-    row_products,
 )
 from jax_warp_decode.paths import grouped_kernels, warp_decode
 from jax_warp_decode.routing import Routing
@@ -37,6 +37,12 @@ def _weight(fmt, *shape):
     return FORMATS[fmt].structs(shape) if fmt in FORMATS else S(shape, {"bf16": jnp.bfloat16, "f16": jnp.float16}[fmt])
 
 
+def limits_of(T, K, H, I, fmt):
+    """Of a layer whose kernels take the rule of thumb."""
+    tensor = any(type(tuning.rule_of_thumb(kinds, T, K, H, I, fmt)) is kinds[1] for kinds in KERNELS.values())
+    return LIMITS | (TENSOR if tensor else {})
+
+
 def layer_case(name, fmt, T, x_dtype=jnp.bfloat16):
     """A whole layer: two kernels, and no temporary but the [T, K, I] intermediate."""
     H, I, E, K = SHAPES[name]
@@ -45,7 +51,7 @@ def layer_case(name, fmt, T, x_dtype=jnp.bfloat16):
     routing = Routing(S((T, K), jnp.int32), S((T, K), jnp.float32))
     run = functools.partial(warp_decode.run, activation=get_activation("silu"))
     intermediate = T * K * I * jnp.dtype(warp_decode.intermediate_dtype(experts, T, K)).itemsize
-    limits = dict(LIMITS, max_temp_bytes=max(intermediate, 256)) | (TENSOR if fmt in row_products.FORMATS else {})
+    limits = dict(limits_of(T, K, H, I, fmt), max_temp_bytes=max(intermediate, 256))
     return f"layer-{name}-{fmt}-T{T}", run, (x, routing, experts), limits
 
 
@@ -61,7 +67,7 @@ def stacked_case(name, fmt, L):
         return jax.lax.scan(step, x, jnp.arange(L, dtype=jnp.int32))[0]
 
     args = S((1, H), jnp.bfloat16), Routing(S((1, K), jnp.int32), S((1, K), jnp.float32)), experts
-    limits = dict(LIMITS, max_temp_bytes=2 * 4 * K * I) | (TENSOR if fmt in row_products.FORMATS else {})
+    limits = dict(limits_of(1, K, H, I, fmt), max_temp_bytes=2 * 4 * K * I)
     return f"stacked-{name}-{fmt}-L{L}", run, args, limits
 
 

@@ -159,9 +159,24 @@ def test_a_group_goes_on_without_the_kernel_that_ended_its_process(monkeypatch):
     asked = []
     monkeypatch.setattr(grouped, "start_child", lambda group, done, options: (
         asked.append([name for _, _, name in done]), next(said))[1])
-    rows = grouped.run_group("one_cta", options)
+    rows = grouped.run_group("bf16", options)
     assert asked == [[], ["b"], ["b", "a", "c"]]
     assert {row["variant"]: "us" in row for row in rows} == dict(b=False, a=True, c=False, d=True)
+
+
+@pytest.mark.parametrize(("script", "ended"), [
+    ("echo no such kernel >&2; exit 3", "ended with 3: no such kernel"), ("exit 0", ""),
+    ("exec sleep 60", "stopped after 1 s")])
+def test_what_a_group_said_before_it_ended_is_kept(monkeypatch, tmp_path, capsys, script, ended):
+    """With a stand-in for the process."""
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\necho text\necho \'{"row": {"variant": "a", "us": 1.0, "tflops": 2.0}}\'\n' + script)
+    program.chmod(0o755)
+    monkeypatch.setattr(grouped.sys, "executable", str(program))
+    options = type("Options", (), dict(model="qwen3-30b-a3b", out=tmp_path, xla_plan=False, limit=1.0))
+    said, how = grouped.start_child("bf16", [], options)
+    assert said == [dict(row=dict(variant="a", us=1.0, tflops=2.0))] and how.rstrip(": ") == ended
+    assert "1.0 us" in capsys.readouterr().out
 
 
 def test_ncu_tables_name_their_cases():

@@ -374,6 +374,7 @@ def test_random_layers_in_the_interpreter(layer, request):
 @pytest.mark.parametrize("layer", EMULATED[:1], ids=lambda layer: layer.id)
 def test_a_random_layer_of_executed_ptx(layer, machines):
     run(layer, 1)
+    assert machines and not any(m.races.found for m in machines)
 
 
 @pytest.mark.parametrize("layer", [layer for layer in (*LAYERS, *INTERPRETED, *EMULATED) if layer.weight_unit < U * 5],

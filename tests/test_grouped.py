@@ -1,7 +1,7 @@
 """The grouped kernels of expert_centric without a GPU: interpreted with race detection, planned, compiled for Hopper.
 
 The interpreter runs everything but the inline pieces of kernels/grouped_simt.py, for which it has plain forms; those
-pieces are compiled here and run in tests/test_gpu.py.
+pieces are compiled here, executed in tests/test_ptx.py, and run in tests/test_gpu_grouped.py.
 """
 
 import dataclasses
@@ -25,9 +25,7 @@ from jax_warp_decode.paths import expert_centric, grouped_layer, grouped_plan, r
 from jax_warp_decode.routing import Routing
 
 S = jax.ShapeDtypeStruct
-CONFIGS = {"bf16": GroupedConfig(widths=(16, 32), stages=3, ctas=2),
-           "mxfp8": GroupedConfig(widths=(16, 32), stages=3, ctas=2)}
-CONFIG = CONFIGS["bf16"]
+CONFIG = GroupedConfig(widths=(16, 32), stages=3, ctas=2)
 
 
 @pytest.fixture
@@ -46,7 +44,7 @@ def test_layer_matches_the_oracle(interpreter, weights, activation):
     case = oracle.make_case(3, tokens=23, experts=4, hidden=256, intermediate=128 if gated else 256, k=2,
                             weights=weights, pattern="skipped", activation=activation, biases="f32" if gated else None)
     x, routing, experts = case.args()
-    run = grouped_layer.op(get_activation(activation), (CONFIGS[weights],) * 2, grouped_plan.plan, interpreter)
+    run = grouped_layer.op(get_activation(activation), (CONFIG, CONFIG), grouped_plan.plan, interpreter)
     y = run(x, routing, experts)
     # The rows of down are rounded to bfloat16 too: the bound of an error of 2^-8 of each term, by its size.
     oracle.assert_close(y.astype(x.dtype), case, h_dtype="bfloat16", unit=oracle.TENSOR_CORE_UNIT)
@@ -133,17 +131,27 @@ def test_sizes_and_formats_that_go_another_way():
 
 
 @pytest.mark.parametrize("config", [GroupedConfig((32, 16), 3), GroupedConfig((24,), 3), GroupedConfig((256,), 2),
-                                    GroupedConfig((), 3), GroupedConfig((192,), 4), GroupedConfig((32,), 1)])
+                                    GroupedConfig((), 3), GroupedConfig((192,), 4), GroupedConfig((32,), 1),
+                                    GroupedConfig((32,), 3, ctas=0)])
 def test_configs_that_cannot_run(config):
     with pytest.raises(ArgumentError, match="config"):
         config.check(2)
+
+
+def test_two_stages_are_too_few_for_gathered_rows():
+    case = oracle.make_case(0, tokens=2, experts=2, hidden=256, intermediate=128, k=1)
+    run = grouped_layer.op(get_activation("silu"), (GroupedConfig((16,), 2),) * 2, grouped_plan.plan)
+    with pytest.raises(ArgumentError, match="config: .*gathered rows, stages must be 3"):
+        jax.eval_shape(run, *case.args())
 
 
 def test_heuristic_fits_every_load():
     for slots in (1, 8, 256, 2048, 8192, 32768, 65536, 10**6):
         for experts in (8, 32, 128, 512):
             for itemsize in (1, 2):
-                GroupedConfig.heuristic(slots, experts, itemsize).check(itemsize)
+                config = GroupedConfig.heuristic(slots, experts, itemsize)
+                config.check(itemsize)
+                assert config.stages >= 3, "gathered rows are one step late"
 
 
 # ---------------------------------------------------------------------------------------------------------- compiled

@@ -7,8 +7,8 @@ around the experts, and the read that measurements compare with. What cannot run
 | --- | --- | --- |
 | `attend`, both launches | Triton: the interpreter knows neither masked loads nor blocks of a grid | its programs share nothing: each writes an own part of its outputs, and the second launch reads them |
 | `rms_norm` | the same | one program a row |
-| `grouped_sort` | all of it is inline code, which the interpreter does not look into | its plain form in `grouped_plan` is the oracle on the GPU, tests/test_gpu_grouped.py |
-| `gate_up_tensor`, `down_tensor` | the same | racecheck of compute-sanitizer, bench/sanitize.py |
+| `grouped_sort` | all of it is inline code, which the interpreter does not look into | its PTX is executed, with races, and compared with its plain form in `grouped_plan`, tests/test_ptx.py |
+| `gate_up_tensor`, `down_tensor` | the same | their PTX is executed, with races, in bench/fuzz.py; racecheck of compute-sanitizer, bench/sanitize.py |
 | inline code in `shared_simt`, `shared_mx`, `grouped_simt` | the same | plain forms are interpreted in its place; racecheck runs the code itself |
 | exchange between CTAs in `router` | neither clusters nor PTX | one global array is interpreted in its place; racecheck |
 | the marker of `measure.timing` | one program that copies 128 floats | nothing to race with |

@@ -168,6 +168,14 @@ def test_the_heuristic_fits_every_size_that_is_not_refused():
         assert refusal(experts, 2048, 2) == ""
 
 
+@pytest.mark.parametrize("gain, words", [
+    (jnp.ones(128, jnp.bfloat16), r"got bfloat16 \(128,\), expected \[H\] = \[256\]"),
+    (jnp.ones(256, jnp.int8), "got int8"), ([1.0], "got list"), (None, "got NoneType")])
+def test_a_gain_that_does_not_fit_is_named(gain, words):
+    with pytest.raises(ArgumentError, match=f"^gain: {words}"):
+        normed_moe_router(GOOD["x"], gain, GOOD["w_router"], 2, eps=1e-6, interpret=True)
+
+
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("experts, hidden, renormalize", [(128, 2048, True), (72, 2880, False), (512, 7168, True)])
 def test_lowers_to_one_launch(experts, hidden, renormalize, normed):

@@ -8,14 +8,19 @@ import numpy as np
 import oracle
 import pytest
 
-from jax_warp_decode import ArgumentError, dequantize, quantize
+from jax_warp_decode import ArgumentError, ExpertWeights, dequantize, quantize, tuning
+from jax_warp_decode.explain import KERNELS
+from jax_warp_decode.formats import FORMATS
 from jax_warp_decode.kernels import (
+    DownConfig,
     DownTensorConfig,
+    GateUpConfig,
     GateUpTensorConfig,
     moe_down_3d_batched,
     moe_gate_up_3d_batched,
     row_products,
 )
+from jax_warp_decode.paths import warp_decode
 
 E, K, T = 4, 3, 2
 U = 2.0**-24
@@ -159,3 +164,24 @@ def test_other_formats_and_the_interpreter_are_refused():
         moe_gate_up_3d_batched(x, ids, w, w, config=config)
     with pytest.raises(ArgumentError, match="in the interpreter, expected GateUpConfig"):
         moe_gate_up_3d_batched(x, ids, *[weight(0, "mxfp8", 64, 64)] * 2, config=config, interpret=True)
+
+
+@pytest.mark.parametrize(("format", "T", "I", "gate_up", "down", "h"), [
+    ("bf16", 8, 768, GateUpConfig, DownConfig, "float32"),
+    ("mxfp8", 8, 768, GateUpConfig, DownTensorConfig, "float32"),
+    ("fp8_block128", 1, 768, GateUpConfig, DownTensorConfig, "float32"),
+    ("mxfp8", 8, 1536, GateUpConfig, DownConfig, "bfloat16"),  # h fills shared memory
+    ("mxfp4", 1, 768, GateUpConfig, DownTensorConfig, "bfloat16"),
+    ("mxfp4", 2, 768, GateUpTensorConfig, DownTensorConfig, "bfloat16"),
+    ("mxfp4", 2, 6144, GateUpTensorConfig, DownConfig, "bfloat16"),
+    ("nvfp4", 2, 768, GateUpConfig, DownConfig, "bfloat16"),  # the tensor-core kernels have no such row
+])
+def test_tensor_cores_are_the_rule_where_they_win(format, T, I, gate_up, down, h):
+    """And with them a float32 intermediate, if down is fast with it. The interpreter cannot run them."""
+    w = lambda *s: FORMATS[format].structs(s) if format in FORMATS else jax.ShapeDtypeStruct(s, jnp.bfloat16)
+    experts = ExpertWeights(w(4, I, 2048), w(4, I, 2048), w(4, 2048, I))
+    sizes = dict(T=T, K=8, H=2048, I=I, format=format)
+    for (kernel, kinds), kind in zip(KERNELS.items(), (gate_up, down), strict=True):
+        assert type(tuning.rule_of_thumb(kinds, **sizes)) is kind
+        assert type(tuning.find(kernel, kinds, None, interpret=True, **sizes).config) is kinds[0]
+    assert jnp.dtype(warp_decode.intermediate_dtype(experts, T, 8)).name == h

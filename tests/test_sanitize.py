@@ -1,5 +1,6 @@
 """What bench.sanitize makes of the output of compute-sanitizer, and which kernels its cases name. Needs no GPU."""
 
+import inspect
 import json
 import sys
 
@@ -74,3 +75,10 @@ def test_the_cases_have_names_of_their_own():
     names = [name for name, _ in sanitize_cases.cases("initcheck")]
     assert len(set(names)) == len(names) > 50
     assert names == [name for name, _ in sanitize_cases.cases("memcheck")]
+
+
+def test_the_cases_can_be_called():
+    """None of them runs on a CPU, so that arguments which a function does not take would be found on a GPU only."""
+    for tool in sanitize.TOOLS:
+        for _, run in sanitize_cases.cases(tool):
+            inspect.signature(run).bind()

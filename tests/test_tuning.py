@@ -141,6 +141,14 @@ def test_a_named_file_that_is_missing_or_a_folder_is_an_error(files, monkeypatch
         find()
 
 
+def test_an_interpreted_kernel_takes_no_measurement(files):
+    _, packaged = files
+    tuned_table.write_entries(packaged, DEVICE, [entry(lanes=8, unroll=1)])
+    assert find(interpret=True).source == "heuristic: interpreted, so no measurement applies"
+    with tuning.override(DownConfig(8, 2, 1)):
+        assert find(interpret=True).config == DownConfig(8, 2, 1)
+
+
 def test_without_a_gpu_no_file_is_read(monkeypatch, tmp_path):
     (tmp_path / "corrupt.json").write_text("{")
     monkeypatch.setenv(tuned_table.VARIABLE, str(tmp_path / "corrupt.json"))

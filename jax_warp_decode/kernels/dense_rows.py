@@ -42,7 +42,14 @@ class DenseConfig:
 
     @classmethod
     def heuristic(cls, T: int, N: int, M: int) -> "DenseConfig":
-        """Rows that share the loads of x, as long as warps enough are left (`bench.tune_dense`)."""
+        """Rows that share the loads of x, as long as warps enough are left (`bench.tune_dense`).
+
+        Example:
+          >>> [DenseConfig.heuristic(T, N=5120, M=2048).rows for T in (1, 2, 4, 8)]
+          [4, 2, 2, 4]
+          >>> DenseConfig.heuristic(T=1, N=2048, M=4096)
+          DenseConfig(rows=1, unroll=8)
+        """
         most = 2 if T in (2, 3, 4) else 4
         rows = next((r for r in (most, 2) if N % (tile.WARPS * r) == 0 and N >= MIN_WARPS * r), 1)
         return cls(rows, unroll=max(1, min(M // (LANES * 8), 8 // rows)))

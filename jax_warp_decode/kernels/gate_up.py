@@ -131,8 +131,8 @@ def moe_gate_up_3d_batched(
         example the index of a `lax.scan`. Nothing is copied. A layer outside [0, L) reads no weight and yields 0.
       activation: name in `ACTIVATIONS`, or an `Activation` of your own.
       out_dtype: dtype of the result; float32 keeps the intermediate unrounded, which is free with two-byte weights,
-        costs the down kernel 2 to 3 % on tensor cores with one-byte weights and more elsewhere (bench/NOTES.md), and is
-        not taken by it with four-bit weights.
+        costs a layer 2 to 3 % where the down kernel has one-byte weights on tensor cores and more elsewhere
+        (bench/NOTES.md), and is not taken by it with four-bit weights.
       config: `GateUpConfig`, or `GateUpTensorConfig` for dots on the tensor cores (see `row_products` for the formats);
         None takes a measured one or the heuristic, see `tuning`.
       interpret: True (or `InterpretGPUParams`) runs the kernel on the CPU, for tests.

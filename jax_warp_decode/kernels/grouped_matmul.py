@@ -67,7 +67,6 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
     steps = -(-cols // TILE)
     block = BLOCK // matrices
     blocks = -(-n // block)
-    widest = widths[-1]
 
     def finish(*sums):
         if activation is None:
@@ -297,7 +296,7 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
 
     scratch = [
         tiled(stages, BLOCK, TILE, dtype=jnp.float8_e4m3fn if scaled else jnp.bfloat16),
-        tiled(stages, widest, TILE),
+        tiled(stages, config.widest, TILE),
         tiled(WARPGROUPS, 2, config.chunk, PART),
         plgpu.Barrier(num_arrivals=matrices + 1, num_barriers=stages),
         plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),

@@ -7,8 +7,9 @@ prefetch takes none and stays where it is. Nobody waits for it.
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_warp_decode.kernels.simt import WARPGROUP
+
 LINE = 128  # bytes of a cache line
-THREADS = 128  # of a warpgroup
 
 _LINE = """
   setp.lt.u32 p, offset, {left};
@@ -28,9 +29,9 @@ _LINES = """{{
 
 def prefetch_lines(ref, nbytes: int) -> None:
     """A warpgroup asks for `nbytes` bytes from the start of ref on, every thread for a line: for a few, needed soon."""
-    starts = range(0, nbytes, THREADS * LINE)
+    starts = range(0, nbytes, WARPGROUP * LINE)
     every = "".join(_LINE.format(left=nbytes - start, start=start) for start in starts)
-    code = _LINES.format(last=THREADS - 1, line=LINE, all=every)
+    code = _LINES.format(last=WARPGROUP - 1, line=LINE, all=every)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def run(_, ref):

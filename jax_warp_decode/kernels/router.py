@@ -315,16 +315,16 @@ def normed_moe_router(
       >>> ids.tolist(), weights.tolist(), h[0, :3].tolist()
       ([[1, 3]], [[0.5, 0.5]], [3.0, 1.0, 1.0])
     """
-    dtype = getattr(gain, "dtype", type(gain).__name__)
-    if dtype not in W_DTYPES or gain.shape != x.shape[1:]:
-        raise ArgumentError(f"gain: got {dtype} {getattr(gain, 'shape', '')}, expected [H] = [{x.shape[-1]}] of "
-                            f"{' or '.join(map(str, W_DTYPES))}")
     ids, weights, h = _run(x, gain, float(eps), w_router, k, renormalize, config, interpret)
     return ids, weights, h
 
 
 def _run(x, gain, eps, w_router, k, renormalize, config, interpret) -> tuple[jax.Array, ...]:
     T, E, H, k = _check(x, w_router, k)
+    if eps is not None:
+        dtype, shape = getattr(gain, "dtype", type(gain).__name__), getattr(gain, "shape", "")
+        if dtype not in W_DTYPES or shape != (H,):
+            raise ArgumentError(f"gain: got {dtype} {shape}, expected [H] = [{H}] of {' or '.join(map(str, W_DTYPES))}")
     itemsize = jnp.dtype(w_router.dtype).itemsize
     if T == 0:
         return jnp.zeros((0, k), jnp.int32), jnp.zeros((0, k), jnp.float32), *([] if gain is None else [x])

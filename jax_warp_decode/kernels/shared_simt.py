@@ -11,7 +11,7 @@ Up to `gather` all threads of a CTA work together, then those of a warpgroup:
     scatter_sums  a wgmma accumulator to the rows of its slots
     scatter       finished results to the rows of their slots
 
-What MXFP8 weights need instead of `gather` and wgmma is in `shared_mxfp8`. The interpreter cannot run any of them;
+What MXFP8 weights need instead of `gather` and wgmma is in `shared_mx`. The interpreter cannot run any of them;
 `shared_stream` has a plain form of each for it.
 """
 

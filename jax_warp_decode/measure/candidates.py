@@ -60,5 +60,3 @@ def _tensor_sizes(kernel: str, K: int):
     if kernel == "moe_gate_up":
         return shapes
     return [(*shape, warps, -(-warps // K)) for shape in shapes for warps in (8, 4)]
-
-

@@ -36,8 +36,8 @@ class DecodeModel:
       config: sizes of the decoder.
       experts: (x [T, H], routing, experts) -> y [T, H]; `moe` unless something is compared with it.
       attention: "auto", "fused", or a name in `decode_attention.ATTENTION`. "fused" goes with kernels of this package
-        for everything around it, too: projections, norms, rotation and cache in five launches per layer. Sliding
-        windows and sinks are XLA's.
+        for everything around it, too: projections, norms, rotation and cache in five launches per layer, six
+        for several rows. Sliding windows and sinks are XLA's.
       dtype: of the residual stream and the matrix products.
       interpret: run the kernels of "fused" on the CPU, for tests.
     """

@@ -28,8 +28,8 @@ def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: A
 def intermediate_dtype(experts: ExpertWeights, T: int, K: int):
     """float32 where it is nearly free: a bfloat16 one makes the error of a layer 1.4 times that of its rounding.
 
-    With 2-byte weights it costs no time, with one-byte weights and short rows 2 to 3 %, on tensor cores. Elsewhere it
-    costs 10 % and more and is bfloat16 (bench/NOTES.md); float16 has not the range.
+    With 2-byte weights it costs no time, with one-byte weights and short rows 2 to 3 % of a layer, on tensor cores.
+    Elsewhere the down kernel takes 15 to 29 % longer, so it is bfloat16 (bench/NOTES.md); float16 has not the range.
     """
     if not isinstance(experts.w_up, QuantizedArray):
         return jnp.float32
