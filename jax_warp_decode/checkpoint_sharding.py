@@ -38,6 +38,9 @@ def load_experts(folder: Any, sharding: ExpertSharding, layers: Iterable[int] | 
       >>> tuple(experts.w_up.values.sharding.spec)
       ('expert', None, None)
     """
+    if layers is not None and not isinstance(layers, Iterable):
+        raise ArgumentError(f"layers: got {layers!r}, expected numbers of layers, such as [{layers!r}], or None, for "
+                            "all")
     opened = MoEFolder(folder, dtype=dtype)
     layers = list(opened.layers if layers is None else layers)
     if unknown := [n for n in layers if n not in opened.slots]:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_warp_decode import batch_axes, varying
+from jax_warp_decode import batch_axes, placement, varying
 from jax_warp_decode.activations import Activation, get_activation
 from jax_warp_decode.choose import TABLE, choose, no_gpu_reason
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
@@ -106,6 +106,9 @@ def apply(x, routing, experts, *, layer, activation, strategy, activation_format
     if whole and routing.ids.shape[1] > experts.num_experts:
         raise ArgumentError(f"routing.ids: got K = {routing.ids.shape[1]} slots per token, expected at most "
                             f"E = {experts.num_experts}, the experts; a share of them goes through `moe_local`")
+    if strategy != "reference" and not all(isinstance(size, int) for size in (*x.shape, *routing.ids.shape)):
+        raise UnsupportedError(f"x: got the symbolic shape {shape}, expected numbers, as kernels and their choice "
+                               "depend on them; export once for every batch size, or take strategy='reference'")
     act = get_activation(activation)
     out_dtype = checks.out_dtype(x.dtype if out_dtype is None else out_dtype)
     if act.gated != (experts.w_gate is not None):
@@ -120,6 +123,7 @@ def apply(x, routing, experts, *, layer, activation, strategy, activation_format
         if not TABLE[strategy].decode or interpret or not no_gpu_reason():
             raise
         raise UnsupportedError(f"{error}; or pass interpret=True to run the kernels slowly on the CPU") from None
+    placement.check_explicit(x, routing, experts, follows=choice.strategy == "reference")
     path = TABLE[choice.strategy]
     if activation_format and not path.activation_format:
         takers = [name for name, s in TABLE.items() if s.activation_format]

@@ -199,6 +199,8 @@ def moe_sharded(x: jax.Array, routing: Routing, experts: ExpertWeights, sharding
     if not isinstance(routing, Routing):
         raise ArgumentError(f"routing: got {type(routing).__name__}, expected Routing(ids, weights); see route")
     check_sharding(sharding)
+    placement.check_surroundings(
+        sharding.mesh, _axes(sharding.expert_axis) + _axes(sharding.tensor_axis) + _axes(sharding.token_axis))
     specs = {}
     for name, weights, places in (("experts", experts, sharding), ("shared", shared, sharding.of_shared)):
         _check_experts(name, weights)

@@ -33,11 +33,11 @@ def moe_partitioned(x: jax.Array, routing: Routing, experts: ExpertWeights, *, l
                     reduce_dtype: DTypeLike = jnp.float32, **options: Any) -> jax.Array:
     """`moe` for code that leaves the mesh to `jit`: the same arguments, on one device or on many.
 
-    On a mesh with `AxisType.Auto` axes (what `jax.make_mesh` gives, or `jax.sharding.Mesh`) the splits of E and I are
-    those of the weights, and the split of the tokens is that of x. Each device computes its share as `moe_local` does;
-    weights are never gathered or moved. Where the mesh is at hand, `moe_sharded` says the same in arguments. It has
-    gradients, and its programs can be exported and are found again in JAX's persistent compilation cache; the rule here
-    is a Python function, which allows none of that.
+    On a mesh with `AxisType.Auto` axes (of `jax.sharding.Mesh`, or of `jax.make_mesh` with these axis_types) the splits
+    of E and I are those of the weights, and the split of the tokens is that of x. Each device computes its share as
+    `moe_local` does; weights are never gathered or moved. Where the mesh is at hand, `moe_sharded` says the same in
+    arguments. It has gradients, and its programs can be exported and are found again in JAX's persistent compilation
+    cache; the rule here is a Python function, which allows none of that.
 
     Args:
       x, routing, experts, layer: as in `moe`. Weights lie as `ExpertSharding.shard` places them.

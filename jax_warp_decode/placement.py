@@ -5,6 +5,7 @@ what splits them. How `AxisType.Auto` axes split a traced array, JAX does not kn
 """
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -91,3 +92,51 @@ def _split(spec: P, ndim: int, mesh: AbstractMesh) -> list[tuple[str, ...]]:
              if kind == AxisType.Explicit and mesh.shape[name] > 1}
     entries = [() if axes is None else (axes,) if isinstance(axes, str) else axes for axes in spec]
     return [tuple(axis for axis in axes if axis in shown) for axes in entries + [()] * (ndim - len(entries))]
+
+
+def check_explicit(x, routing, experts, *, follows: bool) -> None:
+    """Refuses arrays that `AxisType.Explicit` axes split: sorts and kernels have no rule for them.
+
+    Args:
+      follows: whether the strategy is plain JAX, which follows a split of the tokens.
+
+    Raises:
+      ArgumentError: naming the array, and what takes it.
+    """
+    for name, tree in (("experts", experts), ("x", x), ("routing", routing)):
+        if follows and name != "experts":
+            continue
+        for path, a in jax.tree_util.tree_leaves_with_path(tree):
+            sharding = jax.typeof(a).sharding
+            explicit = {axis for axis, kind in zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
+                        if kind == AxisType.Explicit}
+            if any(explicit.intersection(axes) for axes in _split(sharding.spec, jnp.ndim(a), sharding.mesh)):
+                raise ArgumentError(
+                    f"{name}{jax.tree_util.keystr(path)}: got a split {sharding.spec} over axes of type "
+                    f"AxisType.Explicit, which moe cannot follow; call moe_sharded(x, routing, experts, "
+                    f"ExpertSharding(mesh, expert_axis=.., token_axis=..)), or make the mesh with AxisType.Auto")
+
+
+def check_surroundings(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> None:
+    """Refuses a call from within a shard_map over the same axes, or under another mesh.
+
+    Args:
+      mesh: of the call.
+      axes: of it, that split something there.
+
+    Raises:
+      ArgumentError: naming what to call there.
+    """
+    around = jax.sharding.get_abstract_mesh()
+    if around.empty:
+        return
+    manual = [axis for axis, kind in zip(around.axis_names, around.axis_types, strict=True)
+              if kind == AxisType.Manual and axis in mesh.axis_names]
+    if manual and mesh != around:
+        way_out = ("call moe_local there, on each device's own part" if set(manual) & set(axes) else
+                   "there, make it of jax.sharding.get_abstract_mesh()")
+        raise ArgumentError(
+            f"sharding: got a mesh whose axes {manual} a surrounding shard_map splits already; {way_out}")
+    if dict(around.shape) != dict(mesh.shape):
+        raise ArgumentError(f"sharding: got the mesh {dict(mesh.shape)} under jax.set_mesh of {dict(around.shape)}, "
+                            "expected one mesh")

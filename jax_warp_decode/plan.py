@@ -215,7 +215,7 @@ def report(options: argparse.Namespace):
     if not every:
         raise ArgumentError(
             f"--devices: got {options.devices}, expected a number that splits E = {preset.num_experts}, "
-            f"I = {preset.intermediate} in whole blocks of {format}, or --batch {options.batch}")
+            f"I = {preset.intermediate} in whole blocks of {format}, or a --batch that it divides")
     room = USABLE * table["memory_bytes"]
     fitting = [split for split in every if split.memory <= room]
     if not fitting:

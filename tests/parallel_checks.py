@@ -299,6 +299,54 @@ def test_wrong_places_that_types_show_under_jit():
             sharded(x, routing, other, sharding, strategy="reference")
 
 
+@pytest.mark.parametrize("strategy", ["auto", "expert_centric", "reference"])
+def test_the_plain_op_on_explicit_axes(strategy):
+    """What `jax.make_mesh` gives unless told otherwise: whole arrays run, split ones are refused with the way out."""
+    x, routing, experts = small()
+    explicit = mesh(AxisType.Explicit, e=8)
+    run = jax.jit(functools.partial(moe, strategy=strategy))
+    whole = jax.device_put((x, routing, experts), NamedSharding(explicit, P()))
+    want = run(x, routing, experts)
+    np.testing.assert_array_equal(run(*whole), want)
+    rows = jax.device_put((x, routing), NamedSharding(explicit, P("e")))
+    if strategy == "reference":
+        np.testing.assert_array_equal(run(*rows, whole[2]), want)
+    else:
+        with pytest.raises(ArgumentError, match=r"^x: got a split P\('e', None\) .*call moe_sharded"):
+            run(*rows, whole[2])
+        with pytest.raises(ArgumentError, match=r"^routing\.ids: got a split .*call moe_sharded"):
+            run(whole[0], rows[1], whole[2])
+    with pytest.raises(ArgumentError, match=r"^experts\.w_gate: got a split .*call moe_sharded"):
+        run(*whole[:2], ExpertSharding(explicit, expert_axis="e").shard(experts))
+
+
+def test_a_mesh_around_the_call():
+    x, routing, experts = small()
+    sharding = ExpertSharding(mesh(e=4), expert_axis="e")
+    placed = sharding.shard(experts)
+    inside = jax.shard_map(lambda *args: moe_sharded(*args, sharding, strategy="reference"), mesh=sharding.mesh,
+                           in_specs=(P(), P(), P("e")), out_specs=P())
+    with pytest.raises(ArgumentError, match=r"^sharding: got a mesh whose axes \['e'\] .*call moe_local"):
+        jax.jit(inside)(x, routing, placed)
+    two = ExpertSharding(GRID(), expert_axis="a")
+    part = jax.shard_map(lambda *args: moe_sharded(*args, two), mesh=two.mesh, in_specs=(P(), P(), P()),
+                         out_specs=P(), axis_names={"b"})
+    with pytest.raises(ArgumentError, match=r"a mesh whose axes \['b'\] .*make it of jax.sharding.get_abstract_mesh"):
+        jax.jit(part)(x, routing, two.shard(experts))
+
+    def there(*args):
+        return moe_sharded(*args, ExpertSharding(jax.sharding.get_abstract_mesh(), expert_axis="a"), strategy="reference")
+
+    part = jax.shard_map(there, mesh=two.mesh, in_specs=(P(), P(), P()), out_specs=P(), axis_names={"b"},
+                         check_vma=False)
+    y = jax.jit(part)(x, routing, two.shard(experts))
+    np.testing.assert_allclose(y, moe(x, routing, experts, strategy="reference"), rtol=0.02, atol=1e-2)
+    with jax.set_mesh(mesh(e=8)), pytest.raises(ArgumentError, match=r"^sharding: got the mesh .*'e': 4.*'e': 8"):
+        moe_sharded(x, routing, placed, sharding)
+    with jax.set_mesh(sharding.mesh):
+        moe_sharded(x, routing, placed, sharding, strategy="reference")
+
+
 def test_in_shardings_refuse_what_auto_axes_do_not_show():
     # Documented in `moe_sharded`: JAX's own error.
     x, routing, experts = small()

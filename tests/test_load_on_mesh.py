@@ -73,3 +73,5 @@ def test_experts_of_a_folder(weights, counted):
         np.testing.assert_array_equal(np.asarray(g), np.asarray(w))
     with pytest.raises(ArgumentError, match=r"layers: got \[9\], expected layers with experts"):
         load_experts(bundled_model(weights), ExpertSharding(mesh, expert_axis="e"), layers=[9])
+    with pytest.raises(ArgumentError, match=r"layers: got 1, expected numbers of layers, such as \[1\]"):
+        load_experts(bundled_model(weights), ExpertSharding(mesh, expert_axis="e"), layers=1)

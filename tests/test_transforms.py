@@ -389,6 +389,19 @@ def test_export_for_cuda(strategy, pretend_gpu):
     assert again.in_tree == jax.tree.structure((args, {}))
 
 
+def test_symbolic_sizes():
+    """A choice of kernels needs numbers; plain JAX does not."""
+    x, routing, experts = make_small_case("expert_centric").args()
+    (tokens,) = jax.export.symbolic_shape("tokens")
+    args = jax.tree.map(lambda a: jax.ShapeDtypeStruct((tokens, *a.shape[1:]), a.dtype), (x, routing))
+    for strategy in ("auto", "expert_centric"):
+        with pytest.raises(UnsupportedError, match=r"^x: got the symbolic shape \(tokens, .*export once for every batch"):
+            jax.export.export(jax.jit(functools.partial(moe, strategy=strategy)))(*args, experts)
+    run = jax.jit(functools.partial(moe, strategy="reference"))
+    np.testing.assert_array_equal(jax.export.export(run)(*args, experts).call(x, routing, experts),
+                                  run(x, routing, experts))
+
+
 # Another process: it loads what this one exported, runs the layer, and counts hits of the cache.
 OTHER_PROCESS = """
 import hashlib, json, sys
