@@ -335,7 +335,8 @@ def test_a_mesh_around_the_call():
         jax.jit(part)(x, routing, two.shard(experts))
 
     def there(*args):
-        return moe_sharded(*args, ExpertSharding(jax.sharding.get_abstract_mesh(), expert_axis="a"), strategy="reference")
+        inner = ExpertSharding(jax.sharding.get_abstract_mesh(), expert_axis="a")
+        return moe_sharded(*args, inner, strategy="reference")
 
     part = jax.shard_map(there, mesh=two.mesh, in_specs=(P(), P(), P()), out_specs=P(), axis_names={"b"},
                          check_vma=False)

@@ -395,7 +395,7 @@ def test_symbolic_sizes():
     (tokens,) = jax.export.symbolic_shape("tokens")
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct((tokens, *a.shape[1:]), a.dtype), (x, routing))
     for strategy in ("auto", "expert_centric"):
-        with pytest.raises(UnsupportedError, match=r"^x: got the symbolic shape \(tokens, .*export once for every batch"):
+        with pytest.raises(UnsupportedError, match=r"^x: got the symbolic shape \(tokens, .*export once for"):
             jax.export.export(jax.jit(functools.partial(moe, strategy=strategy)))(*args, experts)
     run = jax.jit(functools.partial(moe, strategy="reference"))
     np.testing.assert_array_equal(jax.export.export(run)(*args, experts).call(x, routing, experts),
