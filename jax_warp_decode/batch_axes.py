@@ -4,8 +4,19 @@ import math
 
 import jax
 
-from jax_warp_decode.errors import ArgumentError
+from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.routing import Routing, float32_weights, int32_ids
+
+
+def check_numbers(x: jax.Array, routing: Routing, strategy: str) -> None:
+    """Refuses symbolic sizes (`jax.export.symbolic_shape`), which a choice of kernels cannot follow.
+
+    Raises:
+      UnsupportedError: with the way out.
+    """
+    if strategy != "reference" and not all(isinstance(size, int) for size in (*x.shape, *routing.ids.shape)):
+        raise UnsupportedError(f"x: got the symbolic shape {x.shape}, expected numbers, as kernels and their choice "
+                               "depend on them; export once for every batch size, or take strategy='reference'")
 
 
 def merge(x: jax.Array, routing: Routing) -> tuple[jax.Array, Routing]:

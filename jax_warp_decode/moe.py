@@ -100,15 +100,13 @@ def apply(x, routing, experts, *, layer, activation, strategy, activation_format
         raise ArgumentError(f"activation_format: got {activation_format!r}, expected one of {ACTIVATION_FORMATS}")
     if weight_on not in WEIGHT_ON:
         raise ArgumentError(f"weight_on: got {weight_on!r}, expected one of {WEIGHT_ON}")
+    batch_axes.check_numbers(x, routing, strategy)
     shape = x.shape
     x, routing = batch_axes.merge(x, routing)
     routing = routing.check(tokens=x.shape[0], num_experts=experts.num_experts)
     if whole and routing.ids.shape[1] > experts.num_experts:
         raise ArgumentError(f"routing.ids: got K = {routing.ids.shape[1]} slots per token, expected at most "
                             f"E = {experts.num_experts}, the experts; a share of them goes through `moe_local`")
-    if strategy != "reference" and not all(isinstance(size, int) for size in (*x.shape, *routing.ids.shape)):
-        raise UnsupportedError(f"x: got the symbolic shape {shape}, expected numbers, as kernels and their choice "
-                               "depend on them; export once for every batch size, or take strategy='reference'")
     act = get_activation(activation)
     out_dtype = checks.out_dtype(x.dtype if out_dtype is None else out_dtype)
     if act.gated != (experts.w_gate is not None):

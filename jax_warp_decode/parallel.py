@@ -199,6 +199,7 @@ def moe_sharded(x: jax.Array, routing: Routing, experts: ExpertWeights, sharding
     if not isinstance(routing, Routing):
         raise ArgumentError(f"routing: got {type(routing).__name__}, expected Routing(ids, weights); see route")
     check_sharding(sharding)
+    batch_axes.check_numbers(x, routing, options.get("strategy", "auto"))
     placement.check_surroundings(
         sharding.mesh, _axes(sharding.expert_axis) + _axes(sharding.tensor_axis) + _axes(sharding.token_axis))
     specs = {}
@@ -264,6 +265,7 @@ def moe_local(x: jax.Array, routing: Routing, experts: ExpertWeights, *, shared:
     _check_shared(x, shared, shared_weight, options)
     reduce_dtype = checked_reduce_dtype(reduce_dtype)
     partial = axes["expert_axis"] + axes["tensor_axis"]
+    placement.check_same_tokens(x, routing, partial, axes["token_axis"])
     # Tokens that differ between devices holding different weights must meet all of them.
     gathered = tuple(axis for axis in axes["token_axis"] if axis in partial)
     summed = tuple(axis for axis in partial if axis not in gathered)

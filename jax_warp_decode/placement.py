@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_warp_decode import varying
 from jax_warp_decode.errors import ArgumentError
 
 WAY_OUT = ("place the weights once, with ExpertSharding.shard or a jit with "
@@ -140,3 +141,20 @@ def check_surroundings(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> None
     if dict(around.shape) != dict(mesh.shape):
         raise ArgumentError(f"sharding: got the mesh {dict(mesh.shape)} under jax.set_mesh of {dict(around.shape)}, "
                             "expected one mesh")
+
+
+def check_same_tokens(x, routing, partial: tuple[str, ...], tokens: tuple[str, ...]) -> None:
+    """Inside a shard_map with check_vma, refuses tokens that differ between devices whose shares would be summed.
+
+    Args:
+      partial: axes along which devices hold different weights.
+      tokens: axes that the call says split the tokens.
+
+    Raises:
+      ArgumentError: naming the array and the argument.
+    """
+    for name, a in (("x", x), ("routing.ids", routing.ids), ("routing.weights", routing.weights)):
+        stray = [axis for axis in partial if axis in varying.axes(a) and axis not in tokens]
+        if stray:
+            raise ArgumentError(f"{name}: got one that varies over {stray}, along which the weights are split, so that "
+                                f"devices would add up different tokens; add token_axis={stray[0]!r}")

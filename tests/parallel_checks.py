@@ -348,6 +348,30 @@ def test_a_mesh_around_the_call():
         moe_sharded(x, routing, placed, sharding, strategy="reference")
 
 
+def test_tokens_that_differ_where_shares_are_summed():
+    x, routing, experts = small()
+    sharding = ExpertSharding(mesh(e=8), expert_axis="e")
+
+    def run(token_axis):
+        call = functools.partial(moe_local, expert_axis="e", token_axis=token_axis, strategy="reference")
+        specs = P("e"), P("e"), P("e")
+        return jax.jit(jax.shard_map(call, mesh=sharding.mesh, in_specs=specs, out_specs=P("e")))(
+            x, routing, sharding.shard(experts))
+
+    with pytest.raises(ArgumentError, match=r"^x: got one that varies over \['e'\].*add token_axis='e'"):
+        run(None)
+    np.testing.assert_allclose(run("e"), moe(x, routing, experts, strategy="reference"), rtol=0.02, atol=1e-2)
+
+
+def test_symbolic_sizes_on_a_mesh():
+    x, routing, experts = small()
+    sharding = ExpertSharding(mesh(e=8), expert_axis="e")
+    (tokens,) = jax.export.symbolic_shape("tokens")
+    rows = jax.tree.map(lambda a: jax.ShapeDtypeStruct((tokens, *a.shape[1:]), a.dtype), (x, routing))
+    with pytest.raises(UnsupportedError, match=r"^x: got the symbolic shape .*export once for"):
+        jax.export.export(sharded)(*rows, sharding.shard(experts), sharding)
+
+
 def test_in_shardings_refuse_what_auto_axes_do_not_show():
     # Documented in `moe_sharded`: JAX's own error.
     x, routing, experts = small()

@@ -9,7 +9,7 @@ import pytest
 
 from jax_warp_decode import ArgumentError
 from jax_warp_decode.checkpoint_sharding import load_experts
-from jax_warp_decode.checkpoints import load_moe_blocks, mesh_fill, reader, slots
+from jax_warp_decode.checkpoints import load_model, load_moe_blocks, mesh_fill, reader, slots
 from jax_warp_decode.checkpoints.mesh_fill import PAGE_BYTES, read_slice
 from jax_warp_decode.demo import bundled_model
 from jax_warp_decode.parallel import ExpertSharding
@@ -75,3 +75,9 @@ def test_experts_of_a_folder(weights, counted):
         load_experts(bundled_model(weights), ExpertSharding(mesh, expert_axis="e"), layers=[9])
     with pytest.raises(ArgumentError, match=r"layers: got 1, expected numbers of layers, such as \[1\]"):
         load_experts(bundled_model(weights), ExpertSharding(mesh, expert_axis="e"), layers=1)
+
+
+def test_a_decoder_wants_auto_axes():
+    mesh = jax.make_mesh((1,), ("e",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with pytest.raises(ArgumentError, match="^sharding: got a mesh with axes of type AxisType.Explicit.*AxisType.Auto"):
+        load_model(bundled_model("bf16"), sharding=ExpertSharding(mesh, expert_axis="e"))

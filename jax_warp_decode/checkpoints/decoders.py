@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from flax import nnx
+from jax.sharding import AxisType
 
 from jax_warp_decode.checkpoints import reader, slots
 from jax_warp_decode.checkpoints.blocks import block_slots, read_config
@@ -21,7 +22,7 @@ from jax_warp_decode.models.gpt_oss_config import GptOssConfig
 from jax_warp_decode.models.mixtral_config import MixtralConfig
 from jax_warp_decode.models.qwen3_moe_config import Qwen3MoeConfig
 from jax_warp_decode.models.settings import show
-from jax_warp_decode.parallel import ExpertSharding
+from jax_warp_decode.parallel import ExpertSharding, check_sharding
 
 CONFIGS = {config.ARCHITECTURE: config for config in (Qwen3MoeConfig, MixtralConfig, GptOssConfig)}
 LM_HEAD = "lm_head.weight"
@@ -71,6 +72,11 @@ def load_model(
       ('Qwen3MoeForCausalLM', 'mxfp8')
     """
     dtype = slots.check_dtype(dtype)
+    if sharding is not None:
+        check_sharding(sharding)
+        if AxisType.Explicit in sharding.mesh.axis_types:
+            raise ArgumentError("sharding: got a mesh with axes of type AxisType.Explicit, which the decoder's cache "
+                                "cannot follow; make it with axis_types=(AxisType.Auto,) for every axis")
     opened = reader.open_folder(folder)
     config = _read_decoder(opened, [architecture] if architecture else list(CONFIGS))
     checked = slots.check(
