@@ -75,9 +75,14 @@ def down_shapes(h, ids, weights, w_down: Weight, b_down, index: ExpertIndex) -> 
     _matches("ids", ids, (T, K), f"[T, K] as in h {h.shape}")
     _matches("weights", weights, (T, K), f"[T, K] as in h {h.shape}")
     format = format_of("w_down", w_down)
-    _dtype("h", h, HALF if kernel_format.find(format).paired else OUT_DTYPES, f"cast h, for {format} weights")
+    _dtype("h", h, h_dtypes(format), f"cast h, for {format} weights")
     _bias("b_down", b_down, (*stacked, H), f"{stack}EH")
     return T, K, H, I, format
+
+
+def h_dtypes(format: str) -> tuple[jnp.dtype, ...]:
+    """Those of the intermediate that `moe_down_3d_batched` reads beside weights of a format."""
+    return HALF if kernel_format.find(format).paired else OUT_DTYPES
 
 
 def _bias(name: str, b, want: tuple[int, ...], axes: str) -> None:

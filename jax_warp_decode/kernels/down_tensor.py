@@ -22,7 +22,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.gradients import without_gradient
-from jax_warp_decode.kernels import checks, kernel_format, row_activations, row_products, simt, tile
+from jax_warp_decode.kernels import checks, row_activations, row_products, simt, tile
 from jax_warp_decode.kernels.expert_index import ExpertIndex, take
 from jax_warp_decode.kernels.row_products import QUAD, ROWS, Walk
 from jax_warp_decode.kernels.simt import LANES, WARPGROUP, Int
@@ -58,7 +58,7 @@ class DownTensorConfig:
         config = cls(tiles=1 if T * H < 8192 else 2, unroll=1, warps=8, parts=-(-8 // K))
         if not checks.fits(config, H, I, K, format):
             return None
-        split = not kernel_format.find(format).paired  # as in `warp_decode.intermediate_dtype`
+        split = jnp.float32 in checks.h_dtypes(format)  # then `warp_decode.intermediate_dtype` takes it
         values, factors = config.walk(I, format, split).shared(K)
         return config if 2 * values + 4 * factors <= (MOST_SPLIT if split else MOST_SHARED) else None
 

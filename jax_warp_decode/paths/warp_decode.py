@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax_warp_decode.activations import Activation
 from jax_warp_decode.experts import ExpertWeights
 from jax_warp_decode.formats import QuantizedArray
-from jax_warp_decode.kernels import DownTensorConfig, kernel_format, moe_down_3d_batched, moe_gate_up_3d_batched
+from jax_warp_decode.kernels import DownTensorConfig, checks, moe_down_3d_batched, moe_gate_up_3d_batched
 from jax_warp_decode.paths.decode_op import decode_op
 from jax_warp_decode.routing import Routing
 
@@ -34,7 +34,7 @@ def intermediate_dtype(experts: ExpertWeights, T: int, K: int):
     if not isinstance(experts.w_up, QuantizedArray):
         return jnp.float32
     tensor = DownTensorConfig.heuristic(T, K, experts.hidden, experts.intermediate, experts.format)
-    return jnp.bfloat16 if tensor is None or kernel_format.find(experts.format).paired else jnp.float32
+    return jnp.float32 if tensor and jnp.float32 in checks.h_dtypes(experts.format) else jnp.bfloat16
 
 
 @functools.cache
