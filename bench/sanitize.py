@@ -5,9 +5,10 @@
 Each tool watches processes of its own with the same cases (bench.sanitize_cases), all side by side on one GPU; the
 processes of a tool take turns in the cases, most of whose time is compiling. Every buffer is an allocation of its own
 there, with space behind it, so that memcheck sees a read beyond any of them, and the results are compared with the
-float64 oracle, so that a case which computed nothing cannot pass. A case that ends its process, or takes a minute, is a
-failure, and another process goes on with the next. The last case of a tool is a kernel with a planted fault that it
-must find (synccheck has none); for memcheck these are two, a read just behind a buffer and one far away.
+float64 oracle, so that a case which computed nothing cannot pass. A case that ends its process, or takes a minute, has
+another try as the first of a new process, which also goes on with the next ones; the report names it, and a second time
+is a failure. One more process of a tool runs a kernel with a planted fault which that tool must find (synccheck: none);
+for memcheck these are two, a read just behind a buffer and one far away.
 
 Writes sanitize.json: per tool the findings by kernel, those in kernels of this package (Mosaic GPU kernels) apart from
 those in kernels of XLA, in copies to the host, and what a tool says about itself, such as records that it dropped; the
@@ -44,6 +45,7 @@ PADDING = 1024  # bytes behind a buffer that belong to none
 MOST_PRINTED = 20000  # findings that a tool writes down
 KILLED = "killed at the time limit"
 BEGUN = "begun"
+TRIES = 2  # under the tools, compiling ends a process now and then, but not for the same case in a new one
 SAME_PLACE = dict(  # for a process under compute-sanitizer
     XLA_PYTHON_CLIENT_PREALLOCATE="false",
     XLA_FLAGS="--xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer=",
@@ -56,23 +58,25 @@ SAME_PLACE = dict(  # for a process under compute-sanitizer
 
 
 def child(options) -> None:
-    """Runs the cases under one tool that no earlier process began, and writes two lines of JSON per case."""
+    """Runs the cases of one share that no earlier process finished, and writes two lines of JSON per case."""
     begin = time.monotonic()
     sys.path.insert(0, str(ROOT / "tests"))
     import jax
 
     tool, path = options.tool[0], pathlib.Path(options.results)
-    chosen = [case for case in sanitize_cases.cases(tool) if options.filter in case[0]]
-    chosen = chosen[options.share::options.processes]
-    if tool in PLANTED and options.share == 0:
-        chosen.append(("planted", functools.partial(sanitize_cases.planted, tool)))
-    begun = {record.get("case") for record in read_records(path)}
+    if options.share == options.processes:
+        chosen = [("planted", functools.partial(sanitize_cases.planted, tool))]
+    else:
+        chosen = [case for case in sanitize_cases.cases(tool) if options.filter in case[0]]
+        chosen = chosen[options.share::options.processes]
+    ended, again = outcomes(read_records(path))
+    chosen.sort(key=lambda case: case[0] not in again)
     with open(path, "a", buffering=1) as results:
         write = lambda **record: results.write(json.dumps(record) + "\n")
         write(device=jax.devices()[0].device_kind, jax=jax.__version__, startup=time.monotonic() - begin,
               planned=[name for name, _ in chosen])
         for name, run in chosen:
-            if name in begun:
+            if name in ended:
                 continue
             if time.monotonic() - begin > options.seconds and name != "planted":
                 write(case=name, outcome="no time left")
@@ -92,6 +96,14 @@ def child(options) -> None:
 
 def read_records(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def outcomes(records) -> tuple[dict, set]:
+    """The last record of every case that needs no other try, and the names of those that ended their process once."""
+    last = {r["case"]: r for r in records if "case" in r}
+    tries = collections.Counter(r["case"] for r in records if r.get("outcome") == BEGUN)
+    again = {name for name, r in last.items() if r["outcome"] == BEGUN and tries[name] < TRIES}
+    return {name: r | dict(tries=tries[name]) for name, r in last.items() if name not in again}, again
 
 
 # ---------------------------------------------------------------------------------------------- parent: run and read
@@ -148,7 +160,7 @@ class Share:
 
     def __init__(self, sanitizer, tool, number, folder, options, end):
         self.sanitizer, self.tool, self.number, self.options, self.end = sanitizer, tool, number, options, end
-        self.path, self.codes, self.process, self.left = folder / f"{tool}-{number}", [], None, None
+        self.path, self.codes, self.process, self.written = folder / f"{tool}-{number}", [], None, 0
 
     def start(self):
         name, left = f"{self.path}-{len(self.codes)}", self.end - time.monotonic()
@@ -168,8 +180,9 @@ class Share:
         if (code := self.process.poll()) is None:
             return False
         self.codes.append(code)
-        before, self.left = self.left, unfinished(read_records(pathlib.Path(f"{self.path}.jsonl")))
-        if not self.left or self.left == before or time.monotonic() > self.end:
+        records = read_records(pathlib.Path(f"{self.path}.jsonl"))
+        before, self.written = self.written, len(records)
+        if not unfinished(records) or self.written <= before + 1 or time.monotonic() > self.end:  # 1: began no case
             return True
         self.start()
         return False
@@ -181,10 +194,10 @@ class Share:
 
 
 def unfinished(records) -> list[str]:
-    """The planned cases that no process has begun."""
+    """The planned cases that no process has finished, or that have another try."""
     planned = next((r["planned"] for r in records if "planned" in r), ["every case"])
-    begun = {r.get("case") for r in records}
-    return [name for name in planned if name not in begun]
+    ended, _ = outcomes(records)
+    return [name for name in planned if name not in ended]
 
 
 def collect(tool, folder, codes) -> dict:
@@ -196,7 +209,8 @@ def collect(tool, folder, codes) -> dict:
     shares = range(len(codes))
     logs, printed = [read(n, "log") for n in shares], [read(n, "out") for n in shares]
     written = [read_records(folder / f"{tool}-{n}.jsonl") for n in shares]
-    outcomes = {r["case"]: r for records in written for r in records if "case" in r}
+    cases = {name: r for records in written for name, r in outcomes(records)[0].items()}
+    again = sorted(name for name, r in cases.items() if r["tries"] > 1)
     found: dict[tuple, dict] = {}
     for finding in (finding for log in logs for finding in parse(log)):
         same = found.setdefault((finding["what"], finding["kernel"]), finding | dict(count=0, where=where(finding)))
@@ -204,21 +218,21 @@ def collect(tool, folder, codes) -> dict:
     findings = list(found.values())
     count = {place: sum(f["count"] for f in findings if f["where"] == place)
              for place in ("ours", "host", "xla", "tool", "planted")}
-    problems = [f"{name}: {r['outcome']}" for name, r in outcomes.items()
+    problems = [f"{name}: {r['outcome']}" for name, r in cases.items()
                 if r["outcome"].startswith("FAILED") and name != "planted"]
     if count["ours"] or count["host"]:
         problems.append(f"{count['ours']} findings in our kernels, {count['host']} outside of kernels")
     problems += [f"the tool: {f['what']}" for f in findings if f["where"] == "tool"]
-    if not any(r["outcome"] == "ok" for r in outcomes.values()):
+    if not any(r["outcome"] == "ok" for r in cases.values()):
         problems.append("no case ran")
     planted = {f["kernel"] for f in findings if f["where"] == "planted"}
     for n, records in enumerate(written):
         said = f" (exit codes {codes[n]}): " + " | ".join(printed[n][-3:])
-        ends = [r["case"] for r in records if outcomes.get(r.get("case"), {}).get("outcome") == BEGUN]
+        ends = [name for name, r in outcomes(records)[0].items() if r["outcome"] == BEGUN]
         problems += [f"{name}: ended its process{said}" for name in ends if not (name == "planted" and planted)]
         if lost := unfinished(records):
             problems.append(f"process {n} ended before {', '.join(lost)}{said}")
-    if "planted" in outcomes:
+    if "planted" in cases:
         wanted = {"planted_near", "planted_far"} if tool == "memcheck" else {f"planted_{tool}"}
         if not any(kernel.startswith(tuple(wanted)) for kernel in planted):
             problems.append("the planted fault was not found")
@@ -226,7 +240,8 @@ def collect(tool, folder, codes) -> dict:
             problems.append("a read just behind a buffer goes unseen: buffers lie in larger allocations")
     return dict(
         tool=tool, exit_codes=codes, findings_by_place=count, problems=problems, findings=findings[:200],
-        cases_run=sum(r["outcome"] == "ok" for r in outcomes.values()), cases=list(outcomes.values()),
+        cases_run=sum(r["outcome"] == "ok" for r in cases.values()), cases=list(cases.values()),
+        tried_again=again,
         processes=[records[:1] for records in written], log_tail=[log[-12:] for log in logs],
         output_tail=[out[-12:] for out in printed])
 
@@ -258,7 +273,7 @@ def main(arguments=None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         shares = {tool: [Share(sanitizer, tool, n, folder, options, begin + options.seconds)
-                         for n in range(options.processes)] for tool in tools}
+                         for n in range(options.processes + (tool in PLANTED))] for tool in tools}
         running = [share for of_tool in shares.values() for share in of_tool]
         for share in running:
             share.start()
@@ -279,6 +294,8 @@ def main(arguments=None) -> int:
         refused = sum(c["outcome"].startswith("refused") for c in r["cases"])
         print(f"{r['tool']:10} {r['cases_run']} cases ok, {refused} refused, {late} without time; "
               f"findings {r['findings_by_place']}")
+        if r["tried_again"]:
+            print(f"   ended their process and were tried again: {', '.join(r['tried_again'])}")
         for problem in r["problems"]:
             print(f"   <- {problem[:400]}")
         for finding in [f for f in r["findings"] if f["where"] != "planted"][:8]:

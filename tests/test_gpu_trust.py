@@ -5,6 +5,9 @@ pytest --gpu tests/test_gpu_trust.py
 
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +86,7 @@ def check_ends(strategy, weights, E, H=2048, I=768):
 # ---------------------------------------------------------------------------------------------------------- determinism
 
 
-@pytest.mark.parametrize("weights", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("weights", ["bf16", "mxfp8", "mxfp4", "fp8_block128"])
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "reference"])
 def test_a_thousand_replays_are_bitwise_equal(strategy, weights):
     """Of a captured step of four layers, with the memory around it dirtied in between."""
@@ -128,6 +131,42 @@ def test_a_row_does_not_depend_on_its_mates_or_its_place(strategy):
         for ids in (routing.ids, same_expert, jnp.full_like(routing.ids, -1).at[3].set(routing.ids[3])):
             y = run(others, Routing(ids, routing.weights.at[3].set(routing.weights[3])), experts)
             np.testing.assert_array_equal(np.asarray(y)[3], want[3])
+
+
+# ------------------------------------------------------------------------------------------------------- out of memory
+
+TOO_LARGE = """
+import jax, jax.numpy as jnp
+from jax_warp_decode import ExpertWeights, Routing, moe
+from jax_warp_decode.device import explain_failure
+routing = Routing(jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1)))
+layer = jax.jit(lambda E: moe(jnp.ones((1, 512), jnp.bfloat16), routing, ExpertWeights(
+    *(jnp.full((E, *s), 2.0**-6, jnp.bfloat16) for s in ((512, 512),) * 3))), static_argnums=0)
+try:
+    jax.block_until_ready(layer(4096))
+except RuntimeError as error:
+    print(explain_failure(error))
+print(float(layer(4)[0, 0]))
+"""
+
+
+def limited(fraction, *command):
+    env = os.environ | dict(XLA_PYTHON_CLIENT_PREALLOCATE="true", XLA_PYTHON_CLIENT_MEM_FRACTION=fraction)
+    return subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_out_of_memory_is_said_and_a_smaller_layer_runs_afterwards():
+    done = limited("0.01", "-c", TOO_LARGE)  # 6 GB of weights
+    said, y = done.stdout.splitlines()
+    assert said.startswith("the device is out of memory (") and "use quantised weights" in said
+    assert float(y) == pytest.approx(512 * jax.nn.silu(8.0) * 8 / 64, rel=1e-2)
+
+
+def test_out_of_memory_ends_a_command_with_one_line():
+    done = limited("0.00001", "-m", "jax_warp_decode.cli", "generate", "--prompt", "a")  # 1.4 MB
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("jax-warp-decode: error: the device is out of memory")
+    assert "Traceback" not in done.stderr
 
 
 # ---------------------------------------------------------------------------------------------------- cases D01 and D08

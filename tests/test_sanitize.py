@@ -18,7 +18,10 @@ LOG = """========= COMPUTE-SANITIZER
 def report(folder, processes, tool="memcheck", codes=((0,), (0,))):
     """What `collect` says of processes, each (cases planned, how those that began ended, kernel with a finding)."""
     for n, (planned, ended, kernel) in enumerate(processes):
-        lines = [dict(device="GPU", planned=planned)] + [dict(case=name, outcome=how) for name, how in ended.items()]
+        lines = [dict(device="GPU", planned=planned)]
+        for name, how in ended.items():
+            tries = sanitize.TRIES if how == sanitize.BEGUN else 1
+            lines += [dict(case=name, outcome=sanitize.BEGUN)] * tries + [dict(case=name, outcome=how)]
         (folder / f"{tool}-{n}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (folder / f"{tool}-{n}-0.log").write_text(LOG.format(kernel=kernel) if kernel else "")
     return sanitize.collect(tool, folder, list(codes))
@@ -55,20 +58,24 @@ exec "$@"
 
 
 def test_another_process_goes_on_where_one_ended(tmp_path, monkeypatch):
-    """With a stand-in for compute-sanitizer that runs the program, and a case that kills it."""
+    """With a stand-in for compute-sanitizer that runs the program, a case that kills it and one that does so once."""
     fake = tmp_path / "compute-sanitizer"
     fake.write_text(SANITIZER.format(python=sys.executable, log="========= COMPUTE-SANITIZER"))
     fake.chmod(0o755)
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal, sys\nfrom bench import sanitize_cases as s\n"
-        "s.cases = lambda tool: [('a', int), ('b', lambda: os.kill(os.getpid(), signal.SIGKILL)), ('c', int)]\n")
+        "kill = lambda: os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"once = lambda: os.path.exists('{tmp_path}/once') or [open('{tmp_path}/once', 'w'), kill()]\n"
+        "s.cases = lambda tool: [('a', int), ('b', kill), ('c', once), ('d', int)]\n")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{sanitize.ROOT}")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert sanitize.main(["--out", str(tmp_path), "--tool", "synccheck", "--processes", "1", "--seconds", "60"]) == 1
     (tool,) = json.loads((tmp_path / "sanitize.json").read_text())["tools"]
-    assert [(c["case"], c["outcome"]) for c in tool["cases"]] == [("a", "ok"), ("b", "begun"), ("c", "ok")]
-    assert tool["exit_codes"] == [[-9, 0]] and [p.split(" (")[0] for p in tool["problems"]] == ["b: ended its process"]
+    assert [(c["case"], c["outcome"]) for c in tool["cases"]] == [
+        ("a", "ok"), ("b", "begun"), ("c", "ok"), ("d", "ok")]
+    assert tool["exit_codes"] == [[-9, -9, -9, 0]] and tool["tried_again"] == ["b", "c"]
+    assert [p.split(" (")[0] for p in tool["problems"]] == ["b: ended its process"]
 
 
 def test_the_cases_have_names_of_their_own():
