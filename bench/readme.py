@@ -46,8 +46,9 @@ def layer(name: str, report: dict) -> list[str]:
 
 
 def suite(name: str, report: dict) -> list[str]:
-    """Microseconds and multiple of the read, a row per model and format, a column per batch size."""
-    results = [r for r in report["results"] if "us" in r and r["strategy"] != "read"]
+    """Microseconds of what 'auto' takes and multiple of the read, a row per layer, a column per batch size."""
+    results = [r for r in report["results"] if "us" in r
+               and r["strategy"] == report["choices"][f"{r['model']} {r['format']}"][str(r["batch"])]]
     batches, rows = sorted({r["batch"] for r in results}), []
     for key in dict.fromkeys((r["model"], r["format"], r["pattern"]) for r in results):
         row = {r["batch"]: r for r in results if (r["model"], r["format"], r["pattern"]) == key}

@@ -23,6 +23,7 @@ import json
 import os
 import pathlib
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -45,6 +46,7 @@ PADDING = 1024  # bytes behind a buffer that belong to none
 MOST_PRINTED = 20000  # findings that a tool writes down
 KILLED = "killed at the time limit"
 BEGUN = "begun"
+STACK = 512 * 2**20  # bytes, of every thread of a watched process: what a tool does to a kernel runs there too
 TRIES = 2  # under the tools, compiling ends a process now and then, but not for the same case in a new one
 SAME_PLACE = dict(  # for a process under compute-sanitizer
     XLA_PYTHON_CLIENT_PREALLOCATE="false",
@@ -168,6 +170,7 @@ class Share:
                    "--print-limit", str(MOST_PRINTED), "--show-backtrace", "no"]
         if self.tool == "memcheck":  # jax asks the driver for functions that it may not have
             command += ["--report-api-errors", "no", "--padding", str(PADDING)]
+        command += self.options.more
         command += [sys.executable, "-m", "bench.sanitize", "--child", "--tool", self.tool, "--seconds", str(left),
                     "--results", f"{self.path}.jsonl", "--filter", self.options.filter,
                     "--processes", str(self.options.processes), "--share", str(self.number)]
@@ -268,7 +271,12 @@ def main(arguments=None) -> int:
         print("compute-sanitizer: not found on PATH or in /usr/local/cuda/bin, it comes with the CUDA toolkit",
               file=sys.stderr)
         return 2
-    version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout.strip().splitlines()[-1:]
+    ask = lambda what: subprocess.run([sanitizer, what], capture_output=True, text=True).stdout.strip()
+    version = ask("--version").splitlines()[-1:]
+    # Newer tools can follow copies by TMA; the others take what such a copy wrote for unwritten.
+    options.more = ["--check-tensor-ops", "yes"] if "--check-tensor-ops" in ask("--help") else []
+    _, most = resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK if most == resource.RLIM_INFINITY else min(STACK, most), most))
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
@@ -286,7 +294,7 @@ def main(arguments=None) -> int:
     report = dict(
         meta=dict(command="python -m bench.sanitize --out OUT", commit=commit(),
                   sanitizer=version, seconds=round(time.monotonic() - begin, 1), allocator=options.allocator,
-                  environment=SAME_PLACE),
+                  options=options.more, environment=SAME_PLACE),
         tools=reports)
     replace_text(options.out / "sanitize.json", json.dumps(report, indent=1) + "\n")
     for r in reports:

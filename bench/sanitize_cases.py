@@ -56,6 +56,7 @@ def cases(tool):
     yield "configurations of gate_up and down", configurations
     yield "no tokens", no_tokens
     yield "the read that measurements compare with", read
+    yield "a buffer written by TMA", written_by_tma
     yield "rms_norm", norm  # Triton's from here on
     yield "attend", attention
     yield "bundled model", bundled_model
@@ -360,39 +361,67 @@ def read():
     np.testing.assert_allclose(jax.jit(read_kernel.read)(x), np.asarray(x, np.float64).sum(2), atol=1e-2)
 
 
+def _kernel(body, name, *scratch):
+    """512 float32 -> 512 float32, in one warpgroup, without the barriers that Pallas would add."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.kernel(body, out_type=jax.ShapeDtypeStruct((512,), jnp.float32), scratch_types=scratch,
+                        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True), kernel_name=name)
+
+
+def _load(ref, vector=1):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.load(ref.at[:], layout=plgpu.Layout.WG_STRIDED((512,), vector), optimized=False)
+
+
+def _add_one(x_ref, y_ref):
+    y_ref[...] = _load(x_ref) + 1.0
+
+
+def written_by_tma():
+    """Whether a tool knows such stores, as those of the grouped kernels: initcheck finds this one if it does not."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def copy(x_ref, y_ref, shared):
+        shared[...] = _load(x_ref)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(shared, y_ref)
+        plgpu.wait_smem_to_gmem(0)
+
+    writer, reader = _kernel(copy, "tma_writer", plgpu.SMEM((512,), jnp.float32)), _kernel(_add_one, "tma_reader")
+    x = jnp.arange(512, dtype=jnp.float32)
+    np.testing.assert_array_equal(jax.jit(lambda x: reader(writer(x)))(x), x + 1)
+
+
 def planted(tool):
     """Kernels with the fault that the tool must find; named so that they are told from the others."""
     import jax
     import jax.numpy as jnp
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    params = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
-    kernel = functools.partial(plgpu.kernel, compiler_params=params, kernel_name=f"planted_{tool}")
-    one = jax.ShapeDtypeStruct((512,), jnp.float32)
-    rows, quads = plgpu.Layout.WG_STRIDED((512,), 1), plgpu.Layout.WG_STRIDED((512,), 4)
-    x = jnp.arange(512, dtype=jnp.float32)
+    x, run = jnp.arange(512, dtype=jnp.float32), lambda fn, *args: jax.block_until_ready(jax.jit(fn)(*args))
     if tool == "memcheck":
         def read_at(x_ref, at_ref, y_ref):
             value = x_ref[at_ref[0]]
-            y_ref[...] = plgpu.load(x_ref.at[:], layout=rows, optimized=False) + value
+            y_ref[...] = _load(x_ref) + value
 
         # Just behind the buffer, then far from any, for an allocator whose buffers lie in larger allocations.
         for name, at in (("planted_near", 512 + 8), ("planted_far", 10**8)):
-            read = plgpu.kernel(read_at, out_type=one, compiler_params=params, kernel_name=name)
-            jax.block_until_ready(read(x, jnp.array([at], jnp.int32)))
+            run(_kernel(read_at, name), x, jnp.array([at], jnp.int32))
     elif tool == "initcheck":
         def write_one(x_ref, y_ref):
             y_ref[0] = x_ref[1]
 
-        def read_all(x_ref, y_ref):
-            y_ref[...] = plgpu.load(x_ref.at[:], layout=rows, optimized=False) + 1.0
-
-        unwritten = plgpu.kernel(write_one, out_type=one, compiler_params=params, kernel_name="planted_writer")(x)
-        jax.block_until_ready(kernel(read_all, out_type=one)(unwritten))
+        run(lambda x: _kernel(_add_one, "planted_initcheck")(_kernel(write_one, "planted_writer")(x)), x)
     elif tool == "racecheck":
         def no_barrier(x_ref, y_ref, shared):
-            shared[...] = plgpu.load(x_ref.at[:], layout=rows, optimized=False)
-            y_ref[...] = plgpu.load(shared.at[:], layout=quads, optimized=False)
+            shared[...] = _load(x_ref)
+            y_ref[...] = _load(shared, 4)
 
-        jax.block_until_ready(kernel(
-            no_barrier, out_type=one, scratch_types=[plgpu.SMEM((512,), jnp.float32)])(x))
+        run(_kernel(no_barrier, "planted_racecheck", plgpu.SMEM((512,), jnp.float32)), x)

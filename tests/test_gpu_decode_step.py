@@ -85,7 +85,7 @@ def test_attention_is_exact_and_the_same_every_time(rows, query_heads, key_heads
     error = np.linalg.norm(np.asarray(first[0][0], np.float64) - want) / np.linalg.norm(want)
     assert error < 5e-3, error  # bf16 keys and values, as stored; probabilities in bf16, half a unit is 2^-9
     for _ in range(50):
-        jax.tree.map(np.testing.assert_array_equal, chain(*operands)[1], first)
+        jax.tree.map(np.testing.assert_array_equal, chain(*operands), first)
 
 
 def test_a_layer_takes_seven_launches(weights):

@@ -51,7 +51,7 @@ def test_findings_failures_and_lost_cases_are_problems(tmp_path):
 
 
 SANITIZER = """#!/bin/bash
-[ "$1" = --version ] && exit
+case "$1" in --version | --help) exit;; esac
 while [ "$1" != "{python}" ]; do [ "$1" = --log-file ] && echo "{log}" > "$2"; shift; done
 exec "$@"
 """
