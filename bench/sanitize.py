@@ -11,9 +11,10 @@ is a failure. One more process of a tool runs a kernel with a planted fault whic
 for memcheck these are two, a read just behind a buffer and one far away.
 
 Writes sanitize.json: per tool the findings by kernel, those in kernels of this package (Mosaic GPU kernels) apart from
-those in kernels of XLA, in copies to the host, and what a tool says about itself, such as records that it dropped; the
-outcome of every case, and the end of the log. Exit code 1: a finding in one of our kernels, a copy of something that
-was never written, a case that failed, dropped records, or a planted fault that went unseen; 2: no compute-sanitizer.
+those in kernels of XLA, in copies to the host, in a control of the tool, and what a tool says about itself, such as
+records that it dropped; the outcome of every case, and the end of the log. Exit code 1: a finding in one of our
+kernels, a copy of something that was never written, a case that failed, dropped records, or a planted fault that went
+unseen; 2: no compute-sanitizer.
 """
 
 import argparse
@@ -39,9 +40,12 @@ TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
 PLANTED = {"memcheck", "initcheck", "racecheck"}  # tools whose run ends with a fault that they must find
 # body: the grouped GEMM of JAX that expert_centric runs; the last two are Triton's.
 OUR_KERNELS = re.compile(r"moe_|mosaic_gpu|^body|^rms_norm|^decode_attention")
+# initcheck takes what TMA stored from a tile for unwritten, as the control shows that runs beside. Of XLA's kernels,
+# these read what JAX's ragged dot and our outer product stored so; what comes out is compared with the oracle.
+XLA_FUSIONS = "fusion"
 OF_THE_TOOL = re.compile(r"Internal Sanitizer Error|buffer overflow|were skipped")
 LINES_KEPT = 12  # of a finding's text
-CASE_SECONDS = 60  # most took 2 to 6 on an H200, the longest 27
+CASE_SECONDS = 120  # most took 2 to 6 on an H200, the longest 27, but one under racecheck 60
 PADDING = 1024  # bytes behind a buffer that belong to none
 MOST_PRINTED = 20000  # findings that a tool writes down
 KILLED = "killed at the time limit"
@@ -147,9 +151,9 @@ def parse(lines) -> list[dict]:
 
 
 def where(finding) -> str:
-    """Whose finding: "planted", "ours", "host" (a copy of memory that nobody wrote), "xla" or "tool"."""
-    if finding["kernel"].startswith("planted_"):
-        return "planted"
+    """Whose finding: "planted", "control", "ours", "host" (a copy of what nobody wrote), "xla" or "tool"."""
+    if found := re.match("(planted|control)_", finding["kernel"]):
+        return found[1]
     if OF_THE_TOOL.search(finding["what"]):
         return "tool"
     if OUR_KERNELS.search(finding["kernel"]):
@@ -170,6 +174,8 @@ class Share:
                    "--print-limit", str(MOST_PRINTED), "--show-backtrace", "no"]
         if self.tool == "memcheck":  # jax asks the driver for functions that it may not have
             command += ["--report-api-errors", "no", "--padding", str(PADDING)]
+        if self.tool == "initcheck":
+            command += ["--kernel-name-exclude", f"regex={XLA_FUSIONS}"]
         command += self.options.more
         command += [sys.executable, "-m", "bench.sanitize", "--child", "--tool", self.tool, "--seconds", str(left),
                     "--results", f"{self.path}.jsonl", "--filter", self.options.filter,
@@ -220,7 +226,7 @@ def collect(tool, folder, codes) -> dict:
         same["count"] += finding["count"]
     findings = list(found.values())
     count = {place: sum(f["count"] for f in findings if f["where"] == place)
-             for place in ("ours", "host", "xla", "tool", "planted")}
+             for place in ("ours", "host", "xla", "tool", "planted", "control")}
     problems = [f"{name}: {r['outcome']}" for name, r in cases.items()
                 if r["outcome"].startswith("FAILED") and name != "planted"]
     if count["ours"] or count["host"]:
@@ -273,7 +279,6 @@ def main(arguments=None) -> int:
         return 2
     ask = lambda what: subprocess.run([sanitizer, what], capture_output=True, text=True).stdout.strip()
     version = ask("--version").splitlines()[-1:]
-    # Newer tools can follow copies by TMA; the others take what such a copy wrote for unwritten.
     options.more = ["--check-tensor-ops", "yes"] if "--check-tensor-ops" in ask("--help") else []
     _, most = resource.getrlimit(resource.RLIMIT_STACK)
     resource.setrlimit(resource.RLIMIT_STACK, (STACK if most == resource.RLIM_INFINITY else min(STACK, most), most))

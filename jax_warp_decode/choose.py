@@ -118,32 +118,22 @@ def available_strategies() -> dict[str, str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ranking:
-    """The order in which strategies are tried up to a load, from measurements on an H200 (bench/NOTES.md).
+class Crossovers:
+    """Where one strategy overtakes another, from measurements on an H200 (`bench.crossovers`, bench/NOTES.md).
 
     Attributes:
-      load: most (token, slot) pairs per expert.
-      names: of strategies, the fastest first. Those that are not named come after, in the order of `TABLE`.
+      warp: (token, slot) pairs per expert up to which `warp_decode` is the fastest: it reads weights once per pair.
+      warp_before_grouped: up to which it is faster than `expert_centric`.
+      shared: `shared_decode.relative_time` up to which `shared_decode` is faster than `expert_centric`.
     """
 
-    load: float
-    names: tuple[str, ...]
+    warp: float
+    warp_before_grouped: float
+    shared: float
 
 
-_WARP_FIRST = ("warp_decode", "shared_decode", "expert_centric")
-_SHARED_THEN_WARP = ("shared_decode", "warp_decode", "expert_centric")
-_SHARED_FIRST = ("shared_decode", "expert_centric", "warp_decode")
-_GROUPED_FIRST = ("expert_centric", "shared_decode", "warp_decode")
-
-# By weight format; another one takes those of the format with the nearest bits per value. shared_decode reads an expert
-# once for every 16 slots, and falls behind beyond 16 pairs per expert; for mxfp8, measured up to 8 pairs, that is
-# a guess from bf16 (bench/NOTES.md, "Crossover").
-RANKINGS = {
-    "bf16": (Ranking(0.5, _WARP_FIRST), Ranking(1.0, _SHARED_THEN_WARP), Ranking(16.0, _SHARED_FIRST),
-             Ranking(math.inf, _GROUPED_FIRST)),
-    "mxfp8": (Ranking(0.7, _WARP_FIRST), Ranking(2.0, _SHARED_THEN_WARP), Ranking(16.0, _SHARED_FIRST),
-              Ranking(math.inf, _GROUPED_FIRST)),
-}
+# By weight format; another one takes those of the format with the nearest bits per value.
+CROSSOVERS = {"bf16": Crossovers(0.4, 1.0, 1.07), "mxfp8": Crossovers(0.7, 2.0, 1.46)}
 
 
 @functools.cache
@@ -155,9 +145,9 @@ def measured_format(format: str) -> str:
       >>> [measured_format(f) for f in ("f16", "fp8_block128", "mxfp4")]
       ['bf16', 'mxfp8', 'mxfp8']
     """
-    if format in RANKINGS:
+    if format in CROSSOVERS:
         return format
-    return min(RANKINGS, key=lambda measured: abs(_bits(measured) - _bits(format)))
+    return min(CROSSOVERS, key=lambda measured: abs(_bits(measured) - _bits(format)))
 
 
 def _bits(format: str) -> float:
@@ -168,11 +158,19 @@ def _bits(format: str) -> float:
     return 8 * FORMATS[format].nbytes(shape) / math.prod(shape)
 
 
-def _by_speed(load: float, format: str) -> list[str]:
-    """The strategies, fastest first, at so many pairs per expert."""
-    names = list(next(r.names for r in RANKINGS[measured_format(format)] if load <= r.load))
-    if format not in RANKINGS:  # its shared_decode was never timed, and is taken by name only
-        names = [name for name in names if name != "shared_decode"]
+def _by_speed(tokens: int, experts_per_token: int, experts: ExpertWeights, refused) -> list[str]:
+    """All strategies, those first that should be the fastest; `refused(name)` says why one cannot run."""
+    load, at = tokens * experts_per_token / experts.num_experts, CROSSOVERS[measured_format(experts.format)]
+    names = ["warp_decode", "expert_centric"] if load <= at.warp_before_grouped else ["expert_centric", "warp_decode"]
+    if experts.format not in CROSSOVERS:  # its shared_decode was never timed, and is taken by name only
+        place = len(names)
+    elif load <= at.warp:
+        place = 1
+    elif refused("shared_decode"):
+        place = 0  # so that `auto` says why it is not taken
+    else:
+        place = 0 if shared_decode.relative_time(tokens, experts_per_token, experts) <= at.shared else 1
+    names.insert(place, "shared_decode")
     return [*names, *(name for name in TABLE if name not in names)]
 
 
@@ -209,12 +207,12 @@ def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
         if why := refused(strategy):
             raise UnsupportedError(f"strategy: {strategy!r} cannot run: {why}")
         return Choice(strategy, "asked for")
-    load = tokens * experts_per_token / experts.num_experts
     skipped: dict[str, list[str]] = {}  # reason -> the strategies it holds for
-    for chosen in _by_speed(load, experts.format):
+    for chosen in _by_speed(tokens, experts_per_token, experts, refused):
         if not (why := refused(chosen)):
             break
         skipped.setdefault(why, []).append(chosen)
     reasons = [f"{' and '.join(names)} cannot run: {why}" for why, names in skipped.items()]
+    load = tokens * experts_per_token / experts.num_experts
     pairs = f"{tokens} tokens x {experts_per_token} slots on {experts.num_experts} experts: {load:.3g} pairs per expert"
     return Choice(chosen, "; ".join([pairs, *reasons]))

@@ -352,6 +352,11 @@ def make_case(seed, *, tokens, experts, hidden, intermediate, k, x_dtype="bf16",
 # ------------------------------------------------------------------------------------------------------ comparison
 
 
+def shared_h_dtype(case) -> str:
+    """What shared_decode rounds the intermediate to: float16 with a scale of its row before quantised weights."""
+    return "float16" if isinstance(case.w_up, Quantized) else "bfloat16"
+
+
 def assert_close(y, case, *, h_dtype="float32", unit=UNIT["float32"]):
     """Asserts that y [T, H] is the layer's output in x's dtype, within the derived bound of every element.
 

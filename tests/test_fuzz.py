@@ -15,9 +15,10 @@ that exp inherits from its argument), the stored intermediate, down (length I, a
 weight does, 6 * 2^127 in MXFP4.
 
 `shared_decode` keeps rows as float16 relative to their largest value M where weights are quantised, see
-`kernels.shared_mx`: 2^-39 M more for each value. Its sums have a unit of 2^-22 of the result, and of 2^14 / M of the
-rows: a term that is flushed counts 2^-118 M, and a scale byte below 24, a scale below 2^-103, may be flushed to zero.
-Where the PTX of a kernel is executed, tensor cores may truncate instead of rounding: u = 2^-23.
+`kernels.shared_mx`: 2^-39 M more for each value, and u = 2^-11 for those of the intermediate. Its sums have a unit of
+2^-22 of the result, and of 2^14 / M of the rows: a term that is flushed counts 2^-118 M, and a scale byte below 24, a
+scale below 2^-103, may be flushed to zero. Where the PTX of a kernel is executed, tensor cores may truncate instead of
+rounding: u = 2^-23.
 """
 
 import dataclasses
@@ -78,7 +79,7 @@ class Layer:
     @functools.cached_property
     def h_dtype(self):
         """What the path stores the intermediate in."""
-        if self.strategy == "reference" or self.x_dtype == "f32":
+        if self.strategy == "reference" or self.x_dtype == "f32" or self.float16_rows:
             return "float32"
         if self.strategy != "warp_decode":
             return "bfloat16"
@@ -231,6 +232,8 @@ class Bound:
             h_err += 2.0**-120 * (1 + np.abs(gate)) * (1 + np.abs(u))
             h_size = np.abs(h) + h_err
             h_err = h_err + UNIT[layer.h_dtype] * h_size + SUBNORMAL[layer.h_dtype]
+            if layer.float16_rows:
+                h_err += UNIT["float16"] * (h_size + h_err)
             out, out_err, out_size = self._product(h, h_err, *w_down, b_down)
             if layer.row_dtype != "float32":
                 out_err += UNIT[layer.row_dtype] * (np.abs(out) + out_err) + SUBNORMAL[layer.row_dtype]
@@ -384,6 +387,7 @@ def test_the_bound_is_not_loose(layer):
     the terms of down, whose sizes add up to about sqrt(I) times their sum, and of float32 sums."""
     case = make(layer, SIMPLEST | dict(rng=1))
     bound = Bound(layer, case)
-    limit = 2 * UNIT[case.x.dtype.name] + UNIT[layer.h_dtype] * layer.intermediate**0.5
+    h_unit = UNIT["float16" if layer.float16_rows else layer.h_dtype]
+    limit = 2 * UNIT[case.x.dtype.name] + h_unit * layer.intermediate**0.5
     limit += 64 * U * (layer.hidden + layer.intermediate)
     assert np.median(bound.error) < limit * np.median(np.abs(bound.exact))

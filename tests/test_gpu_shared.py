@@ -34,7 +34,7 @@ def make(shape, tokens, seed=0, **options):
 
 
 def assert_close(y, case):
-    oracle.assert_close(y, case, h_dtype="bfloat16", unit=oracle.TENSOR_CORE_UNIT)
+    oracle.assert_close(y, case, h_dtype=oracle.shared_h_dtype(case), unit=oracle.TENSOR_CORE_UNIT)
 
 
 @pytest.mark.parametrize("weights", ["bf16", "mxfp8"])

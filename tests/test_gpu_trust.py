@@ -41,8 +41,8 @@ def assert_close(y, case, strategy):
         error = np.asarray(y, np.float64) - case.exact
         assert np.linalg.norm(error) <= 2.0**-8 * np.sqrt(4 / 3) * np.linalg.norm(case.exact)
     else:
-        oracle.assert_close(y, case, h_dtype="float32" if strategy == "reference" else "bfloat16",
-                            unit=oracle.TENSOR_CORE_UNIT)
+        h_dtype = {"reference": "float32", "shared_decode": oracle.shared_h_dtype(case)}.get(strategy, "bfloat16")
+        oracle.assert_close(y, case, h_dtype=h_dtype, unit=oracle.TENSOR_CORE_UNIT)
 
 
 # ------------------------------------------------------------------------------------------------- offsets beyond 2^31

@@ -82,8 +82,8 @@ def test_auto_switches_by_load_and_explains_it():
     experts = ExpertWeights(w, w, jax.ShapeDtypeStruct((128, 2048, 768), jnp.bfloat16))
     pick = functools.partial(choose, experts=experts, experts_per_token=8, x_dtype=jnp.bfloat16, interpret=True)
     assert pick(1).strategy == "warp_decode" and "pairs per expert" in pick(1).reason
-    assert {pick(T).strategy for T in (9, 32, 256)} == {"shared_decode"}  # to 16 pairs, which it reads at once
-    assert pick(8).strategy == "warp_decode" and pick(257).strategy == "expert_centric"
+    assert {pick(T).strategy for T in (8, 32, 256)} == {"shared_decode"}
+    assert pick(6).strategy == "warp_decode" and pick(512).strategy == "expert_centric"
     assert pick(512, strategy="warp_decode").strategy == "warp_decode"  # a named strategy is never replaced
     odd = ExpertWeights(*(jax.ShapeDtypeStruct((4, 40, 40), jnp.bfloat16),) * 3)
     choice = choose(1, odd, experts_per_token=1, x_dtype=jnp.bfloat16, interpret=True)
@@ -92,6 +92,15 @@ def test_auto_switches_by_load_and_explains_it():
         choose(1, odd, experts_per_token=1, x_dtype=jnp.bfloat16, interpret=True, strategy="warp_decode")
     choice = choose(1, experts, experts_per_token=8, x_dtype=jnp.float32, interpret=True)
     assert choice.strategy == "expert_centric" and "float32" in choice.reason
+
+
+@pytest.mark.parametrize("H, I, last", [(2048, 768, 16), (4096, 1536, 8), (7168, 2048, 8)])
+def test_auto_leaves_shared_decode_where_shared_memory_holds_too_few_rows(H, I, last):
+    """Wide rows take several passes, or are gathered anew, from fewer pairs per expert on."""
+    up, down = (FORMATS["mxfp8"].structs(shape) for shape in ((128, I, H), (128, H, I)))
+    pick = functools.partial(choose, experts=ExpertWeights(up, up, down), experts_per_token=8, x_dtype=jnp.bfloat16,
+                             interpret=True)
+    assert [pick(pairs * 16).strategy for pairs in (last, 2 * last)] == ["shared_decode", "expert_centric"]
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -125,7 +134,8 @@ def test_no_tokens_in_warp_decode():
 def stored(strategy, case):
     """What the strategy stores the intermediate in."""
     half = "float32" if isinstance(case.w_up, np.ndarray) else "bfloat16"
-    return {"warp_decode": half, "reference": "float32"}.get(strategy, case.x.dtype.name)
+    shared = oracle.shared_h_dtype(case)
+    return {"warp_decode": half, "shared_decode": shared, "reference": "float32"}.get(strategy, case.x.dtype.name)
 
 
 TINY = dict(tokens=2, experts=3, hidden=128, intermediate=64, k=2)

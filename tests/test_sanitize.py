@@ -35,7 +35,8 @@ def test_a_clean_run_has_no_problems(tmp_path):
     got = report(tmp_path, [(["a", "planted"], {"a": "ok", "planted": "FAILED the context is lost"}, "planted_near"),
                             (["b", "c"], {"b": "ok", "c": "no time left"}, None)])
     assert problems(got) == [] and got["cases_run"] == 2
-    assert got["findings_by_place"] == {"ours": 0, "host": 0, "xla": 0, "tool": 0, "planted": 1}
+    assert got["findings_by_place"] == {
+        "ours": 0, "host": 0, "xla": 0, "tool": 0, "planted": 1, "control": 0}
 
 
 def test_findings_failures_and_lost_cases_are_problems(tmp_path):

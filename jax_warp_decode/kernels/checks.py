@@ -65,8 +65,12 @@ def gate_up_shapes(x, ids, w_gate: Weight | None, w_up: Weight, b_gate, b_up, ac
     return T, ids.shape[1], H, I, format
 
 
-def down_shapes(h, ids, weights, w_down: Weight, b_down, index: ExpertIndex) -> tuple[int, int, int, int, str]:
-    """Checks the arguments of `moe_down_3d_batched`; returns T, K, H, I and the format of the weights."""
+def down_shapes(h, ids, weights, w_down: Weight, b_down, index: ExpertIndex,
+                dtypes=None) -> tuple[int, int, int, int, str]:
+    """Checks the arguments of a down kernel; returns T, K, H, I and the format of the weights.
+
+    dtypes: that h may have; None for those of `moe_down_3d_batched`.
+    """
     stack = "L" if index.layers is not None else ""
     _rank("h", h, "TKI")
     _rank("w_down", w_down, f"{stack}EHI")
@@ -75,7 +79,7 @@ def down_shapes(h, ids, weights, w_down: Weight, b_down, index: ExpertIndex) -> 
     _matches("ids", ids, (T, K), f"[T, K] as in h {h.shape}")
     _matches("weights", weights, (T, K), f"[T, K] as in h {h.shape}")
     format = format_of("w_down", w_down)
-    _dtype("h", h, h_dtypes(format), f"cast h, for {format} weights")
+    _dtype("h", h, dtypes or h_dtypes(format), f"cast h, for {format} weights")
     _bias("b_down", b_down, (*stacked, H), f"{stack}EH")
     return T, K, H, I, format
 

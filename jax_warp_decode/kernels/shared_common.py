@@ -3,6 +3,7 @@ configurations, the plan of who needs which expert, and what is refused.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -33,7 +34,10 @@ CHUNKS = {True: (256, 384, 320, 192, 128, 64), False: (512, 384, 320, 256, 192, 
 WIDE = 192  # columns of a stage, at least, whose fixed costs do not matter
 NARROW = 1.06  # relative time with less
 MOST_TOKENS = {True: 64, False: 32}  # with bfloat16, and others
-WIDER = 0.0025  # relative time per token of a pass
+WIDER = {True: 0.0025, False: 0.008}  # relative time per token of a pass
+# Time of gathering an activation row anew, over that of as many bytes of weights: copies hide behind the weights, but
+# not what turns rows to float16.
+GATHER = {True: 0.25, False: 5.0}
 PANELS = (1, 2, 3, 4, 5, 8)
 # By whether the weights are bfloat16 and whether the stages are wide: warpgroups and CTAs per SM, the best first.
 # Decoding takes more warps.
@@ -95,29 +99,47 @@ class SharedConfig:
         Raises:
           UnsupportedError: no configuration fits shared memory.
         """
-        found = min(_affordable(cls, T, K, E, cols, format, matrices), default=None)
-        if found:
-            return found[-1]
-        raise UnsupportedError(
-            f"experts: got rows of {cols} columns, of which 'shared_decode' cannot keep a part of 8 activation rows in "
-            f"shared memory; {checks.WAY_OUT}")
+        return estimate(T, K, E, cols, format, matrices)[1]
 
 
-def _affordable(cls, T: int, K: int, E: int, cols: int, format: str, matrices: int):
+@functools.cache
+def estimate(T: int, K: int, E: int, cols: int, format: str, matrices: int) -> tuple[float, SharedConfig]:
+    """The configuration that should be fastest, and its time over that of one pass with buffers as large as they help.
+
+    The time first. From measurements on an H200 (bench/NOTES.md), for slots that choose among experts at random.
+
+    Raises:
+      UnsupportedError: no configuration fits shared memory.
+
+    Example:
+      >>> from jax_warp_decode.kernels.shared_common import estimate
+      >>> [round(estimate(T, 8, 128, 2048, "bf16", 2)[0], 2) for T in (8, 128, 512)]
+      [1.0, 1.02, 1.24]
+    """
+    found = min(_affordable(T, K, E, cols, format, matrices), default=None)
+    if found:
+        return found[0], found[-1]
+    raise UnsupportedError(
+        f"experts: got rows of {cols} columns, of which 'shared_decode' cannot keep a part of 8 activation rows in "
+        f"shared memory; {checks.WAY_OUT}")
+
+
+def _affordable(T: int, K: int, E: int, cols: int, format: str, matrices: int):
     """Configurations that fit, as (estimate of the relative time, place in the tables, config)."""
-    dense = format == "bf16"
-    tokens = [(n, _passes(T * K / E, n) * (1 + WIDER * (n - 8))) for n in range(8, MOST_TOKENS[dense] + 1, 8)]
+    dense, mean = format == "bf16", T * K / E
+    tokens = [(n, _passes(mean, n) * (1 + WIDER[dense] * (n - 8))) for n in range(8, MOST_TOKENS[dense] + 1, 8)]
     places = itertools.count()
     for (n, passes), panels, chunk in itertools.product(tokens, PANELS, CHUNKS[BITS[format] > 4]):
-        # Of the weights' traffic, what gathering the rows for every item takes, which nothing hides.
-        again = 4 * min(n, T * K / E) / (ROWS * BITS[format] / 8) if panels > 1 else 0
+        # What gathering the rows for every item takes, over reading the item's weights.
+        slots = min(n, mean / -math.expm1(-mean))
+        again = GATHER[dense] * 2 * slots / (ROWS * BITS[format] / 8) if panels > 1 else 0
         for warpgroups, ctas in LAYOUTS[dense, chunk >= WIDE]:
             # Registers of stages that are decoded: the SM has 168 for each of 3 warpgroups.
             many = not dense and warpgroups * ctas > 2 and (chunk * BITS[format] > 256 * 8 or n > 24)
             if many or cols % (chunk * warpgroups * panels) or chunk % _least_chunk(format):
                 continue
             for stages in range(min(12, MOST_BARRIERS // warpgroups), 1, -1):
-                config = cls(n, chunk, stages, warpgroups, ctas, panels)
+                config = SharedConfig(n, chunk, stages, warpgroups, ctas, panels)
                 if config.shared_bytes(cols, format, T * K, E, matrices) * ctas <= SHARED_BYTES:
                     ring = next(cost for least, cost in RINGS if config.ring_bytes(format) * ctas >= least)
                     yield passes * (1 + again) * ring * (1 if chunk >= WIDE else NARROW), next(places), config

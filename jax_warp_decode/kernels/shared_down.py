@@ -9,7 +9,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_warp_decode import compat
-from jax_warp_decode.errors import UnsupportedError
 from jax_warp_decode.experts import Weight
 from jax_warp_decode.gradients import without_gradient
 from jax_warp_decode.kernels import checks, shared_common, shared_stream
@@ -18,6 +17,7 @@ from jax_warp_decode.kernels.shared_common import SharedConfig
 from jax_warp_decode.routing import float32_weights, int32_ids
 
 THREADS = 128  # of a warpgroup
+H_DTYPES = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 
 
 def moe_down_shared(
@@ -71,9 +71,7 @@ def moe_down_shared(
     weights = float32_weights(weights, "weights")
     index = ExpertIndex.of("w_down", w_down, layer)
     layers, E = index.operands(layer), index.num_experts
-    T, K, H, I, format = checks.down_shapes(h, ids, weights, w_down, b_down, index)
-    if h.dtype not in (jnp.float32, jnp.bfloat16):
-        raise UnsupportedError(f"h: got {h.dtype}, expected float32 or bfloat16; cast h")
+    T, K, H, I, format = checks.down_shapes(h, ids, weights, w_down, b_down, index, H_DTYPES)
     shared_common.stream_format("w_down", w_down)
     if T * K == 0:
         return jnp.zeros((T, H), out_dtype)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax_warp_decode.activations import Activation
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import ExpertWeights
+from jax_warp_decode.formats import QuantizedArray
 from jax_warp_decode.kernels import shared_common
 from jax_warp_decode.kernels.shared_down import moe_down_shared
 from jax_warp_decode.kernels.shared_gate_up import moe_gate_up_shared
@@ -50,7 +51,7 @@ def refusal(tokens: int, experts_per_token: int, experts: ExpertWeights, x_dtype
     if jnp.dtype(x_dtype) != jnp.bfloat16:
         return f"x is {jnp.dtype(x_dtype)}, the kernels take bfloat16"
     try:
-        for name, w, matrices in (("w_gate", experts.w_gate, 2), ("w_down", experts.w_down, 1)):
+        for name, w, matrices in _matrices(experts):
             format = shared_common.stream_format(name, w)
             n, cols = w.shape[-2:]
             shared_common.check_sizes(
@@ -60,9 +61,31 @@ def refusal(tokens: int, experts_per_token: int, experts: ExpertWeights, x_dtype
     return shared_common.device_refusal()
 
 
+def relative_time(tokens: int, experts_per_token: int, experts: ExpertWeights) -> float:
+    """An estimate of the time of what `refusal` allows, over that where all buffers have their best size.
+
+    Grows with the slots of an expert: with more, they take several passes, or shared memory holds fewer weights.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_warp_decode import ExpertWeights
+      >>> w, w_down = (jax.ShapeDtypeStruct((128, *s), jnp.bfloat16) for s in ((768, 2048), (2048, 768)))
+      >>> [round(relative_time(tokens, 8, ExpertWeights(w, w, w_down)), 2) for tokens in (8, 256, 512)]
+      [1.0, 1.06, 1.21]
+    """
+    return sum(matrices * shared_common.estimate(
+        tokens, experts_per_token, experts.num_experts, w.shape[-1], experts.format, matrices)[0]
+        for _, w, matrices in _matrices(experts)) / 3
+
+
+def _matrices(experts):
+    """Name, weight, and how many of its kind go through a kernel together."""
+    return ("w_gate", experts.w_gate, 2), ("w_down", experts.w_down, 1)
+
+
 def temporary_bytes(tokens: int, experts_per_token: int, experts: ExpertWeights) -> int:
-    """Device memory that a call takes besides its arguments and result: bfloat16 [T * K, I] and float32
-    [T * K, H].
+    """Device memory that a call takes besides its arguments and result: [T * K, I], see `intermediate_dtype`, and
+    float32 [T * K, H].
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -71,7 +94,15 @@ def temporary_bytes(tokens: int, experts_per_token: int, experts: ExpertWeights)
       >>> temporary_bytes(16, 2, ExpertWeights(w, w, jax.ShapeDtypeStruct((8, 128, 64), jnp.bfloat16)))
       20480
     """
-    return tokens * experts_per_token * (2 * experts.intermediate + 4 * experts.hidden)
+    width = jnp.dtype(intermediate_dtype(experts)).itemsize
+    return tokens * experts_per_token * (width * experts.intermediate + 4 * experts.hidden)
+
+
+def intermediate_dtype(experts: ExpertWeights):
+    """float32 for quantised weights, which meet rows in float16 with a scale of their own: the error of a layer is that
+    of rounding its result. bfloat16 for bfloat16 weights, whose product takes nothing else.
+    """
+    return jnp.float32 if isinstance(experts.w_up, QuantizedArray) else jnp.bfloat16
 
 
 @functools.cache
@@ -80,7 +111,7 @@ def _op(activation: Activation, out_dtype, interpret):
         with jax.named_scope("gate_up"):
             h = moe_gate_up_shared(
                 x, routing.ids, experts.w_gate, experts.w_up, b_gate=experts.b_gate, b_up=experts.b_up, layer=layer,
-                activation=activation, out_dtype=jnp.bfloat16, interpret=interpret)
+                activation=activation, out_dtype=intermediate_dtype(experts), interpret=interpret)
         with jax.named_scope("down"):
             return moe_down_shared(
                 h, routing.ids, routing.weights, experts.w_down, b_down=experts.b_down, layer=layer,
