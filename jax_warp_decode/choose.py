@@ -118,22 +118,34 @@ def available_strategies() -> dict[str, str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Crossovers:
-    """Where one strategy overtakes another, from measurements on an H200 (`bench.crossovers`, bench/NOTES.md).
+class Costs:
+    """What strategies take on an H200, in bytes that it could read meanwhile; fitted to `bench.crossovers`.
 
     Attributes:
-      warp: (token, slot) pairs per expert up to which `warp_decode` is the fastest: it reads weights once per pair.
-      warp_before_grouped: up to which it is faster than `expert_centric`.
-      shared: `shared_decode.relative_time` up to which `shared_decode` is faster than `expert_centric`.
+      duplicate: of a byte that `warp_decode` reads once more for another slot, from the L2 cache; the first costs 1.
+      grouped: of a byte of the experts that have slots, for `expert_centric`.
+      launches: what each strategy takes besides.
     """
 
-    warp: float
-    warp_before_grouped: float
-    shared: float
+    duplicate: float
+    grouped: float
+    launches: dict[str, float]
+
+    def of(self, tokens: int, experts_per_token: int, experts: ExpertWeights, shared: float) -> dict[str, float]:
+        """By strategy, for slots that choose among the experts at random; shared: of a byte, for `shared_decode`."""
+        load = tokens * experts_per_token / experts.num_experts
+        chosen = -math.expm1(-load)  # share of the experts
+        per_byte = {"warp_decode": 1 + self.duplicate * (load / chosen - 1 if load else 0), "shared_decode": shared,
+                    "expert_centric": self.grouped}
+        weights = jax.tree.leaves((experts.w_gate, experts.w_up, experts.w_down))
+        nbytes = chosen * sum(w.size * w.dtype.itemsize for w in weights)
+        return {name: nbytes * per_byte[name] + self.launches[name] for name in per_byte}
 
 
 # By weight format; another one takes those of the format with the nearest bits per value.
-CROSSOVERS = {"bf16": Crossovers(0.4, 1.0, 1.07), "mxfp8": Crossovers(0.7, 2.0, 1.46)}
+COSTS = {
+    "bf16": Costs(0.27, 1.06, {"warp_decode": 12e6, "shared_decode": 41e6, "expert_centric": 92e6}),
+    "mxfp8": Costs(0.47, 1.72, {"warp_decode": 17e6, "shared_decode": 41e6, "expert_centric": 23e6})}
 
 
 @functools.cache
@@ -145,9 +157,9 @@ def measured_format(format: str) -> str:
       >>> [measured_format(f) for f in ("f16", "fp8_block128", "mxfp4")]
       ['bf16', 'mxfp8', 'mxfp8']
     """
-    if format in CROSSOVERS:
+    if format in COSTS:
         return format
-    return min(CROSSOVERS, key=lambda measured: abs(_bits(measured) - _bits(format)))
+    return min(COSTS, key=lambda measured: abs(_bits(measured) - _bits(format)))
 
 
 def _bits(format: str) -> float:
@@ -160,18 +172,14 @@ def _bits(format: str) -> float:
 
 def _by_speed(tokens: int, experts_per_token: int, experts: ExpertWeights, refused) -> list[str]:
     """All strategies, those first that should be the fastest; `refused(name)` says why one cannot run."""
-    load, at = tokens * experts_per_token / experts.num_experts, CROSSOVERS[measured_format(experts.format)]
-    names = ["warp_decode", "expert_centric"] if load <= at.warp_before_grouped else ["expert_centric", "warp_decode"]
-    if experts.format not in CROSSOVERS:  # its shared_decode was never timed, and is taken by name only
-        place = len(names)
-    elif load <= at.warp:
-        place = 1
+    if experts.format not in COSTS:  # its shared_decode was never timed, and is taken by name only
+        shared = math.inf
     elif refused("shared_decode"):
-        place = 0  # so that `auto` says why it is not taken
+        shared = 1.0  # so that `auto` says why it is not taken
     else:
-        place = 0 if shared_decode.relative_time(tokens, experts_per_token, experts) <= at.shared else 1
-    names.insert(place, "shared_decode")
-    return [*names, *(name for name in TABLE if name not in names)]
+        shared = shared_decode.relative_time(tokens, experts_per_token, experts)
+    costs = COSTS[measured_format(experts.format)].of(tokens, experts_per_token, experts, shared)
+    return [*sorted(costs, key=costs.__getitem__), *(name for name in TABLE if name not in costs)]
 
 
 def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dtype: DTypeLike, strategy: str = "auto",

@@ -34,17 +34,23 @@ CHUNKS = {True: (256, 384, 320, 192, 128, 64), False: (512, 384, 320, 256, 192, 
 WIDE = 192  # columns of a stage, at least, whose fixed costs do not matter
 NARROW = 1.06  # relative time with less
 MOST_TOKENS = {True: 64, False: 32}  # with bfloat16, and others
+# What follows is fitted to measurements on an H200, `bench.crossovers`. Tables by density: with bfloat16, and others.
 WIDER = {True: 0.0025, False: 0.008}  # relative time per token of a pass
+# Time of an item beside its weights, in bytes of weights that could be read meanwhile: at all, and per token of a pass.
+ITEM = {True: (8192, 0), False: (0, 1024)}
 # Time of gathering an activation row anew, over that of as many bytes of weights: copies hide behind the weights, but
-# not what turns rows to float16.
-GATHER = {True: 0.25, False: 5.0}
+# not what turns rows to float16; and the least columns of a panel.
+GATHER = {True: 0.5, False: 5.0}
+PANEL = 1024
 PANELS = (1, 2, 3, 4, 5, 8)
 # By whether the weights are bfloat16 and whether the stages are wide: warpgroups and CTAs per SM, the best first.
 # Decoding takes more warps.
 LAYOUTS = {(True, True): ((1, 1),), (True, False): ((1, 2), (1, 1)),
            (False, True): ((1, 3), (1, 2), (2, 1), (3, 1)), (False, False): ((1, 3), (1, 2), (2, 1))}
-# Bytes under way per SM, at least, and the relative time: the first reach the full speed of the memory.
-RINGS = ((88 * 1024, 1.0), (56 * 1024, 1.03), (40 * 1024, 1.1), (0, 1.4))
+# Bytes under way per SM, at least, and the relative time: the first reach the full speed of the memory. One stage of
+# bfloat16 waits for the products of the stage before, and is not under way.
+RINGS = {True: ((80 * 1024, 1.0), (60 * 1024, 1.03), (48 * 1024, 1.08), (32 * 1024, 1.3), (0, 1.6)),
+         False: ((88 * 1024, 1.0), (56 * 1024, 1.03), (40 * 1024, 1.1), (24 * 1024, 1.15), (0, 1.4))}
 MAX_SLOTS = 8192  # T * K; a CTA keeps all ids in shared memory
 
 
@@ -104,9 +110,9 @@ class SharedConfig:
 
 @functools.cache
 def estimate(T: int, K: int, E: int, cols: int, format: str, matrices: int) -> tuple[float, SharedConfig]:
-    """The configuration that should be fastest, and its time over that of one pass with buffers as large as they help.
+    """The time of the configuration that should be fastest, over that of reading the weights once, and it.
 
-    The time first. From measurements on an H200 (bench/NOTES.md), for slots that choose among experts at random.
+    For slots that choose among experts at random; without the start and the end of a launch.
 
     Raises:
       UnsupportedError: no configuration fits shared memory.
@@ -114,7 +120,7 @@ def estimate(T: int, K: int, E: int, cols: int, format: str, matrices: int) -> t
     Example:
       >>> from jax_warp_decode.kernels.shared_common import estimate
       >>> [round(estimate(T, 8, 128, 2048, "bf16", 2)[0], 2) for T in (8, 128, 512)]
-      [1.0, 1.02, 1.24]
+      [1.03, 1.06, 1.58]
     """
     found = min(_affordable(T, K, E, cols, format, matrices), default=None)
     if found:
@@ -126,10 +132,14 @@ def estimate(T: int, K: int, E: int, cols: int, format: str, matrices: int) -> t
 
 def _affordable(T: int, K: int, E: int, cols: int, format: str, matrices: int):
     """Configurations that fit, as (estimate of the relative time, place in the tables, config)."""
-    dense, mean = format == "bf16", T * K / E
+    dense, mean = format == "bf16", max(T * K / E, 1e-6)
     tokens = [(n, _passes(mean, n) * (1 + WIDER[dense] * (n - 8))) for n in range(8, MOST_TOKENS[dense] + 1, 8)]
     places = itertools.count()
+    item_bytes = ROWS * cols * BITS[format] / 8
     for (n, passes), panels, chunk in itertools.product(tokens, PANELS, CHUNKS[BITS[format] > 4]):
+        if panels > 1 and cols // panels < PANEL:
+            continue
+        item = 1 + (ITEM[dense][0] + ITEM[dense][1] * n) / item_bytes
         # What gathering the rows for every item takes, over reading the item's weights.
         slots = min(n, mean / -math.expm1(-mean))
         again = GATHER[dense] * 2 * slots / (ROWS * BITS[format] / 8) if panels > 1 else 0
@@ -141,8 +151,10 @@ def _affordable(T: int, K: int, E: int, cols: int, format: str, matrices: int):
             for stages in range(min(12, MOST_BARRIERS // warpgroups), 1, -1):
                 config = SharedConfig(n, chunk, stages, warpgroups, ctas, panels)
                 if config.shared_bytes(cols, format, T * K, E, matrices) * ctas <= SHARED_BYTES:
-                    ring = next(cost for least, cost in RINGS if config.ring_bytes(format) * ctas >= least)
-                    yield passes * (1 + again) * ring * (1 if chunk >= WIDE else NARROW), next(places), config
+                    under_way = config.ring_bytes(format) * ctas * (stages - dense) // stages
+                    ring = next(cost for least, cost in RINGS[dense] if under_way >= least)
+                    time = passes * item * (1 + again) * ring * (1 if chunk >= WIDE else NARROW)
+                    yield time, next(places), config
                     break
 
 

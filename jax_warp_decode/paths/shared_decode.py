@@ -62,16 +62,17 @@ def refusal(tokens: int, experts_per_token: int, experts: ExpertWeights, x_dtype
 
 
 def relative_time(tokens: int, experts_per_token: int, experts: ExpertWeights) -> float:
-    """An estimate of the time of what `refusal` allows, over that where all buffers have their best size.
+    """An estimate of the time of what `refusal` allows, over that of reading the weights once; without launches.
 
-    Grows with the slots of an expert: with more, they take several passes, or shared memory holds fewer weights.
+    For slots that choose among the experts at random. Grows with the slots of an expert: they take several passes, or
+    shared memory holds fewer weights.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from jax_warp_decode import ExpertWeights
       >>> w, w_down = (jax.ShapeDtypeStruct((128, *s), jnp.bfloat16) for s in ((768, 2048), (2048, 768)))
-      >>> [round(relative_time(tokens, 8, ExpertWeights(w, w, w_down)), 2) for tokens in (8, 256, 512)]
-      [1.0, 1.06, 1.21]
+      >>> [round(relative_time(tokens, 8, ExpertWeights(w, w, w_down)), 2) for tokens in (16, 128, 512)]
+      [1.05, 1.07, 1.48]
     """
     return sum(matrices * shared_common.estimate(
         tokens, experts_per_token, experts.num_experts, w.shape[-1], experts.format, matrices)[0]
