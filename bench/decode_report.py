@@ -51,6 +51,9 @@ def speedups(results: list[dict]) -> list[dict]:
     return found
 
 
+STYLES = {1: "-", 4: "--"}  # of the batch sizes whose curves are drawn
+
+
 def plot(path: pathlib.Path, results: list[dict]) -> None:
     import matplotlib
     matplotlib.use("Agg")
@@ -59,28 +62,38 @@ def plot(path: pathlib.Path, results: list[dict]) -> None:
     timed = [r for r in results if "parts" in r]
     timed = [r for r in timed if r["attention"] == timed[0]["attention"]]
     fig, (left, right, last) = plt.subplots(1, 3, figsize=(20, 5))
+    colors: dict[tuple, str] = {}
     for format, strategy, batch in dict.fromkeys((r["format"], r["strategy"], r["batch"]) for r in timed):
         rows = sorted((r for r in timed if (r["format"], r["strategy"], r["batch"]) == (format, strategy, batch)),
                       key=lambda r: r["context"])
-        style = "-" if strategy == OURS else "--"
-        left.plot([r["context"] for r in rows], [r["tokens_per_s"] for r in rows], style, marker="o", markersize=4,
-                  label=f"{format} {strategy}, B={batch}")
+        if batch not in STYLES or strategy != OURS and len(rows) == 1:
+            continue  # a point is no curve
+        color = colors.setdefault((format, strategy), f"C{len(colors)}")
+        left.plot([r["context"] for r in rows], [r["tokens_per_s"] for r in rows], STYLES[batch], marker="o",
+                  markersize=4, color=color, label=f"{format} {strategy}, B={batch}")
     left.set(xscale="log", yscale="log", xlabel="context", ylabel="tokens/s", title="Qwen3-30B-A3B shape, one GPU")
-    left.legend(fontsize=6, ncols=2)
+    left.legend(fontsize=8)
     left.grid(alpha=0.3)
     bars = [r for r in timed if r["batch"] == 1 and r["context"] == min(x["context"] for x in timed)]
+    names = [f"{r['format']}\n{r['strategy']}" for r in bars]
     bottom = np.zeros(len(bars))
     for name in parts.PARTS:
         us = np.array([r["parts"].get(name, dict(us=0.0))["us"] for r in bars])
         right.bar(range(len(bars)), us, bottom=bottom, label=name)
         bottom += us
-    right.set_xticks(range(len(bars)), [f"{r['format']}\n{r['strategy']}" for r in bars], fontsize=7)
-    right.set(ylabel="us per step", title="One step at B = 1, shortest context")
+    # One that takes many times longer than most would leave nothing to see of the others.
+    top = 1.15 * max(total for total in bottom if total <= 4 * np.median(bottom))
+    for at, total in enumerate(bottom):
+        if total > top:
+            right.text(at, 0.97 * top, f"to {total / 1000:,.1f} ms", ha="center", va="top", fontsize=8,
+                       bbox=dict(facecolor="white", edgecolor="none", alpha=0.8))
+    right.set_xticks(range(len(bars)), names, fontsize=7)
+    right.set(ylabel="us per step", title="One step at B = 1, shortest context", ylim=(0, top))
     right.legend(fontsize=7)
     for at, name, values in ((-0.2, "stages", [r["expert_stages"] for r in bars]),
                              (0.2, "KB written", [r["expert_bytes_written"] / 1024 for r in bars])):
         last.bar_label(last.bar(np.arange(len(bars)) + at, values, 0.4, label=name), fmt="{:,.0f}", fontsize=8)
-    last.set_xticks(range(len(bars)), [f"{r['format']}\n{r['strategy']}" for r in bars], fontsize=7)
+    last.set_xticks(range(len(bars)), names, fontsize=7)
     last.set(yscale="log", title="Experts of one layer, B = 1: stages, and what they write")
     last.legend(fontsize=8)
     fig.tight_layout()

@@ -15,7 +15,8 @@ NAMES = {
 
 def source(meta: dict, name: str, *, image: str = "") -> list[str]:
     """The last lines of a part: the command, the commit and the file, and the picture of the same name."""
-    lines = ["", f"`{meta['command'].replace('OUT', 'bench/results')}`, commit `{meta['commit'][:10]}`, data in "
+    commands = [f"`{c.replace('OUT', 'bench/results')}`" for c in (*meta.get("filled", ()), meta["command"])]
+    lines = ["", f"{', then '.join(commands)}, commit `{meta['commit'][:10]}`, data in "
              f"[`bench/results/{name}`](bench/results/{name})."]
     return [*lines, "", f"![{image}](bench/results/{pathlib.Path(name).stem}.png)"] if image else lines
 
@@ -46,15 +47,16 @@ def layer(name: str, report: dict) -> list[str]:
 
 
 def suite(name: str, report: dict) -> list[str]:
-    """Microseconds of what 'auto' takes and multiple of the read, a row per layer, a column per batch size."""
-    results = [r for r in report["results"] if "us" in r
-               and r["strategy"] == report["choices"][f"{r['model']} {r['format']}"][str(r["batch"])]]
+    """Microseconds and multiple of the read, a row per layer and strategy, a column per batch size."""
+    results = [r for r in report["results"] if "us" in r and r["strategy"] != "read"]
     batches, rows = sorted({r["batch"] for r in results}), []
-    for key in dict.fromkeys((r["model"], r["format"], r["pattern"]) for r in results):
-        row = {r["batch"]: r for r in results if (r["model"], r["format"], r["pattern"]) == key}
+    what = lambda r: (r["model"], r["format"], r["pattern"], f"`{r['strategy']}`")
+    for key in dict.fromkeys(map(what, results)):
+        row = {r["batch"]: r for r in results if what(r) == key}
         rows.append([*key, *(f"{row[b]['us']:.1f} ({row[b]['us'] / row[b]['read_us']:.2f})" if b in row else ""
                              for b in batches)])
-    return [*table(["model", "weights", "routing", *(f"B={b}" for b in batches)], rows), *source(report["meta"], name)]
+    head = ["model", "weights", "routing", "strategy", *(f"B={b}" for b in batches)]
+    return [*table(head, rows), *source(report["meta"], name)]
 
 
 def parallel(name: str, report: dict) -> list[str]:
@@ -72,20 +74,19 @@ def parallel(name: str, report: dict) -> list[str]:
 
 
 def decode(name: str, report: dict) -> list[str]:
-    """Tokens per second of a whole decoder, a row per batch size and context, a column per strategy."""
-    rows = [r for r in report["results"] if "tokens_per_s" in r and r["attention"] == "fused"]
-    strategies = list(dict.fromkeys(r["strategy"] for r in rows))
-    lines = []
-    cases = dict.fromkeys((r["format"], r["batch"], r["context"]) for r in rows)
-    for case in sorted(cases, key=lambda case: case[1:]):
-        found = {r["strategy"]: r for r in rows if (r["format"], r["batch"], r["context"]) == case}
-        format, batch, context = case
-        lines.append([format, batch, f"{context:,}", *(
-            f"{found[s]['tokens_per_s']:,.0f} ({found[s]['fraction_of_read']:.0%})" if s in found else ""
-            for s in strategies)])
-    titles = {"auto": "`auto` (`warp_decode`)", **NAMES}
+    """Tokens per second of a whole decoder, a row per batch size, format and strategy, a column per context."""
+    # What quantises activations is not built for speed, but to compare results with.
+    rows = [r for r in report["results"] if "tokens_per_s" in r and r["attention"] == "fused"
+            and r["strategy"] != "expert_centric_mxfp8"]
+    contexts, lines = sorted({r["context"] for r in rows}), []
+    what = lambda r: (r["batch"], r["format"], r["strategy"])
+    for case in sorted(dict.fromkeys(map(what, rows)), key=lambda case: case[0]):
+        found = {r["context"]: r for r in rows if what(r) == case}
+        lines.append([*case[:2], {"auto": "**`auto`**", **NAMES}[case[2]], *(
+            f"{found[c]['tokens_per_s']:,.0f} ({found[c]['fraction_of_read']:.0%})" if c in found else ""
+            for c in contexts)])
     drawn = (RESULTS / name).with_suffix(".png").exists()
-    return [*table(["weights", "B", "context", *(titles.get(s, s) for s in strategies)], lines),
+    return [*table(["B", "weights", "strategy", *(f"context {c:,}" for c in contexts)], lines),
             *source(report["meta"], name, image="Tokens per second, where time goes, stages and their bytes" * drawn)]
 
 
@@ -108,11 +109,11 @@ def training(name: str, metrics: dict) -> list[str]:
 
 
 PARTS = {  # name of the block in README.md: (how it is written, from which files)
-    "layer": (layer, ["decode-qwen3-30b-a3b-uniform.json"]),
+    "layer": (layer, ["small_batch-1_to_1024.json", "small_batch-mxfp8-1_to_512.json"]),
     "peers": (layer, ["small_batch-qwen3-30b-a3b-uniform.json"]),
     "suite": (suite, ["suite.json"]),
     "formats": (formats, ["formats-qwen3-30b-a3b.json"]),
-    "decode": (decode, ["decode_steps-mxfp8.json", "decode_steps-bf16.json"]),
+    "decode": (decode, ["decode_steps.json"]),
     "parallel": (parallel, ["parallel-qwen3-30b-a3b.json", "parallel-deepseek-v3.json"]),
     "training": (training, ["tiny_docs_training.json"])}
 

@@ -433,6 +433,9 @@ def planted(tool):
     elif tool == "racecheck":
         def no_barrier(x_ref, y_ref, shared):
             shared[...] = _load(x_ref)
-            y_ref[...] = _load(shared, 4)
+            plgpu.commit_smem()  # with its barrier; the race is after it
+            again = _load(shared, 4)
+            shared[...] = again + 1.0
+            y_ref[...] = _load(shared)
 
         run(_kernel(no_barrier, "planted_racecheck", plgpu.SMEM((512,), jnp.float32)), x)

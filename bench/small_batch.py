@@ -8,6 +8,8 @@ bytes in the same way. Prints a table, writes one JSON and one PNG. Without a GP
 """
 
 import argparse
+import itertools
+import math
 import pathlib
 import sys
 
@@ -25,6 +27,7 @@ from jax_warp_decode.routing import Routing
 WEIGHT_BYTES = 40e9  # of all layers together
 TOLERANCE = {"expert_centric_mxfp8": 0.1}  # relative L2 error; quantised activations are far less accurate
 DEFAULT_TOLERANCE = 1e-2
+OURS = ("warp_decode", "shared_decode", "expert_centric")
 
 
 def references(workloads: list[Workload], experts: list) -> list[list[np.ndarray]]:
@@ -125,6 +128,23 @@ def summary(options, results) -> str:
     return "\n".join(lines)
 
 
+def crossovers(rows: list[dict]) -> list[tuple[float, str]]:
+    """Where another strategy of ours becomes the fastest, half-way between two batch sizes, and which.
+
+    Example:
+      >>> from bench.small_batch import crossovers
+      >>> us = {"warp_decode": (1.0, 2.0, 4.0), "shared_decode": (2.0, 2.5, 3.0)}
+      >>> crossovers([dict(strategy=s, batch=b, us=t) for s, times in us.items() for b, t in zip((1, 4, 16), times)])
+      [(8.0, 'shared_decode')]
+    """
+    best: dict[int, dict] = {}
+    for row in rows:
+        if row["strategy"] in OURS and row["us"] < best.get(row["batch"], dict(us=math.inf))["us"]:
+            best[row["batch"]] = row
+    return [(math.sqrt(b * c), best[c]["strategy"]) for b, c in itertools.pairwise(sorted(best))
+            if best[b]["strategy"] != best[c]["strategy"]]
+
+
 def plot(path, options, results):
     import matplotlib
     matplotlib.use("Agg")
@@ -146,6 +166,9 @@ def plot(path, options, results):
             axis.set_xticks(options.batch, [str(b) for b in options.batch])
             axis.minorticks_off()
             axis.grid(alpha=0.3)
+        for batch, name in crossovers(rows):
+            left.axvline(batch, color="grey", linestyle=":")
+            left.annotate(f" {name}", (batch, 0.02), xycoords=("data", "axes fraction"), fontsize=7, color="grey")
         left.legend(fontsize=8)
     fig.tight_layout()
     fig.savefig(path, dpi=120)

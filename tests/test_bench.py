@@ -1,6 +1,7 @@
 """What the benchmarks rest on: their inputs, their byte counts, their clock and their report."""
 
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from bench import compile_time, grouped, ncu_report, small_batch
 from bench.report import Report, draw
-from jax_warp_decode import tuning
+from jax_warp_decode import choose, tuning
 from jax_warp_decode.kernels import DownConfig, GateUpConfig
 from jax_warp_decode.measure import inputs, read_kernel, timing, variants
 from jax_warp_decode.presets import PRESETS, get_preset
+
+RESULTS = pathlib.Path(__file__).parent.parent / "bench" / "results"
 
 
 @pytest.mark.parametrize("pattern", inputs.PATTERNS)
@@ -187,3 +190,20 @@ def test_ncu_tables_name_their_cases():
     assert (up["kernel"], up["batch"], up["us"]) == ("moe_gate_up", 1, dict(value=9.5, unit="us"))
     assert down["stalled_warps_per_issue"] == dict(wait=2.0)
     assert [row["format"] for row in ncu_report.read_table(text, [])] == ["", ""]
+
+
+def test_auto_is_within_three_percent_of_the_fastest_that_was_measured():
+    """At all batch sizes where crossovers.json, or an earlier run, timed two strategies on an H200."""
+    times: dict[tuple, dict] = {}
+    for name in ("crossovers-first.json", "crossovers.json"):
+        for row in json.loads((RESULTS / name).read_text())["results"]:
+            if "us" in row and row["strategy"] != "read":
+                times.setdefault((row["model"], row["format"], row["batch"]), {})[row["strategy"]] = row["us"]
+    slower = {}
+    for (model, format, batch), us in times.items():
+        preset = get_preset(model)
+        experts = jax.eval_shape(lambda key, p=preset, f=format: inputs.make_experts(key, p, f), jax.random.key(0))
+        choice = choose(batch, experts, experts_per_token=preset.experts_per_token, x_dtype=jnp.bfloat16,
+                        interpret=True).strategy
+        slower[model, format, batch] = us[choice] / min(us.values())
+    assert len(slower) >= 30 and max(slower.values()) <= 1.03, slower

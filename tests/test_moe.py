@@ -94,24 +94,6 @@ def test_auto_switches_by_load_and_explains_it():
     assert choice.strategy == "expert_centric" and "float32" in choice.reason
 
 
-# (E, H, I, K), format, and the numbers of tokens around which a strategy overtakes another on an H200, as measured.
-@pytest.mark.parametrize("sizes, format, warp, shared, grouped", [
-    ((128, 2048, 768, 8), "mxfp8", 8, (16, 256), 512),
-    ((128, 4096, 1536, 8), "mxfp8", 4, (16, 128), 256),
-    ((256, 7168, 2048, 8), "mxfp8", 8, (32, 256), 512),
-    ((32, 2880, 2880, 4), "bf16", 1, (8, 64), 128),
-    ((8, 4096, 14336, 2), "bf16", 1, (2, 4), 32)])
-def test_auto_takes_what_was_faster(sizes, format, warp, shared, grouped):
-    """Wide rows take several passes of shared_decode, or are gathered anew, from fewer pairs per expert on."""
-    E, H, I, K = sizes
-    structs = FORMATS["mxfp8"].structs if format == "mxfp8" else lambda s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
-    up, down = structs((E, I, H)), structs((E, H, I))
-    pick = functools.partial(choose, experts=ExpertWeights(up, up, down), experts_per_token=K, x_dtype=jnp.bfloat16,
-                             interpret=True)
-    taken = {T: pick(T).strategy for T in (warp, *shared, grouped)}
-    assert taken == {warp: "warp_decode", **dict.fromkeys(shared, "shared_decode"), grouped: "expert_centric"}
-
-
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_format_is_ranked_by_its_bits(format):
     """A format that was not measured changes strategies where the one with the nearest bits per value does."""
