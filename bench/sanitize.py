@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 
-from bench import sanitize_cases
+from bench import sanitize_cases, sanitize_controls
 from bench.report import commit, replace_text
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -71,7 +71,7 @@ def child(options) -> None:
 
     tool, path = options.tool[0], pathlib.Path(options.results)
     if options.share == options.processes:
-        chosen = [("planted", functools.partial(sanitize_cases.planted, tool))]
+        chosen = [("planted", functools.partial(sanitize_controls.planted, tool))]
     else:
         chosen = [case for case in sanitize_cases.cases(tool) if options.filter in case[0]]
         chosen = chosen[options.share::options.processes]

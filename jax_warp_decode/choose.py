@@ -137,8 +137,8 @@ class Costs:
         chosen = -math.expm1(-load)  # share of the experts
         per_byte = {"warp_decode": 1 + self.duplicate * (load / chosen - 1 if load else 0), "shared_decode": shared,
                     "expert_centric": self.grouped}
-        weights = jax.tree.leaves((experts.w_gate, experts.w_up, experts.w_down))
-        nbytes = chosen * sum(w.size * w.dtype.itemsize for w in weights)
+        nbytes = chosen * sum(w.size * w.dtype.itemsize for w in jax.tree.leaves(experts.weights))
+        nbytes /= experts.layers or 1
         return {name: nbytes * per_byte[name] + self.launches[name] for name in per_byte}
 
 

@@ -84,6 +84,8 @@ def test_auto_switches_by_load_and_explains_it():
     assert pick(1).strategy == "warp_decode" and "pairs per expert" in pick(1).reason
     assert {pick(T).strategy for T in (16, 32, 128)} == {"shared_decode"}
     assert pick(0).strategy == pick(8).strategy == "warp_decode" and pick(256).strategy == "expert_centric"
+    stack = ExpertWeights(*(jax.ShapeDtypeStruct((48, *w.shape), w.dtype) for w in (w, w, experts.w_down)))
+    assert all(pick(2**n, experts=stack) == pick(2**n) for n in range(11))  # of which a call reads one layer
     assert pick(512, strategy="warp_decode").strategy == "warp_decode"  # a named strategy is never replaced
     odd = ExpertWeights(*(jax.ShapeDtypeStruct((4, 40, 40), jnp.bfloat16),) * 3)
     choice = choose(1, odd, experts_per_token=1, x_dtype=jnp.bfloat16, interpret=True)

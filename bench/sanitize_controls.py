@@ -1,0 +1,80 @@
+"""Kernels that say how far the tools of bench.sanitize see: faults that they must find, and one without any."""
+
+import functools
+
+
+def _kernel(body, name, *scratch):
+    """512 float32 -> 512 float32, in one warpgroup, without the barriers that Pallas would add."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.kernel(body, out_type=jax.ShapeDtypeStruct((512,), jnp.float32), scratch_types=scratch,
+                        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True), kernel_name=name)
+
+
+def _load(ref, vector=1):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.load(ref.at[:], layout=plgpu.Layout.WG_STRIDED((512,), vector), optimized=False)
+
+
+def written_by_tma():
+    """A control of initcheck: whether it knows what TMA stores from a tile. It has no fault, and is right."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def load(ref):
+        return plgpu.load(ref, (), layout=plgpu.Layout.WGMMA, optimized=False)
+
+    def copy(x_ref, y_ref, shared):
+        shared[...] = load(x_ref)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(shared, y_ref)
+        plgpu.wait_smem_to_gmem(0)
+
+    def add_one(x_ref, y_ref):
+        y_ref[...] = load(x_ref) + 1.0
+
+    kernel = functools.partial(plgpu.kernel, out_type=jax.ShapeDtypeStruct((64, 64), jnp.float32),
+                               compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True))
+    writer = kernel(copy, scratch_types=[plgpu.SMEM((64, 64), jnp.float32)], kernel_name="tma_writer")
+    reader = kernel(add_one, kernel_name="control_reader")
+    x = jnp.arange(64 * 64, dtype=jnp.float32).reshape(64, 64)
+    np.testing.assert_array_equal(jax.jit(lambda x: reader(writer(x)))(x), x + 1)
+
+
+def planted(tool):
+    """Kernels with the fault that the tool must find; named so that they are told from the others."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    x, run = jnp.arange(512, dtype=jnp.float32), lambda fn, *args: jax.block_until_ready(jax.jit(fn)(*args))
+    if tool == "memcheck":
+        def read_at(x_ref, at_ref, y_ref):
+            value = x_ref[at_ref[0]]
+            y_ref[...] = _load(x_ref) + value
+
+        # Just behind the buffer, then far from any, for an allocator whose buffers lie in larger allocations.
+        for name, at in (("planted_near", 512 + 8), ("planted_far", 10**8)):
+            run(_kernel(read_at, name), x, jnp.array([at], jnp.int32))
+    elif tool == "initcheck":
+        def write_one(x_ref, y_ref):
+            y_ref[0] = x_ref[1]
+
+        def add_one(x_ref, y_ref):
+            y_ref[...] = _load(x_ref) + 1.0
+
+        run(lambda x: _kernel(add_one, "planted_initcheck")(_kernel(write_one, "planted_writer")(x)), x)
+    elif tool == "racecheck":
+        def no_barrier(x_ref, y_ref, shared):
+            shared[...] = _load(x_ref)
+            plgpu.commit_smem()  # with its barrier; the race is after it
+            again = _load(shared, 4)
+            shared[...] = again + 1.0
+            y_ref[...] = _load(shared)
+
+        run(_kernel(no_barrier, "planted_racecheck", plgpu.SMEM((512,), jnp.float32)), x)
