@@ -1,5 +1,6 @@
 """What a user reads on a machine that cannot run the kernels, and that `auto` takes something that runs there."""
 
+import functools
 import types
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 
 from jax_warp_decode import STRATEGIES, ExpertWeights, UnsupportedError, available_strategies, choose, device
 from jax_warp_decode.errors import ArgumentError
+from jax_warp_decode.formats import FORMATS
 
 W = jax.ShapeDtypeStruct((8, 256, 256), jnp.bfloat16)
 EXPERTS = ExpertWeights(W, W, W)
@@ -46,6 +48,18 @@ def test_a_gpu_without_these_kernels_runs_the_reference_and_says_why(machine, ca
             with pytest.raises(UnsupportedError, match=f"{strategy}.*{capability}"):
                 pick(strategy)
     assert "\n" not in str(choice)
+
+
+@pytest.mark.parametrize("capability", ["10.0", "10.3"])
+def test_blackwell_shares_the_reads_of_quantised_weights_alone(machine, capability):
+    machine(capability)
+    w, w_down = (jax.ShapeDtypeStruct((128, *s), jnp.bfloat16) for s in ((768, 2048), (2048, 768)))
+    dense = ExpertWeights(w, w, w_down)
+    quantised = ExpertWeights(*(FORMATS["mxfp8"].structs(w.shape) for w in (w, w, w_down)))
+    pick = functools.partial(choose, 64, experts_per_token=8, x_dtype=jnp.bfloat16)
+    assert pick(quantised).strategy == "shared_decode" and available_strategies()["shared_decode"] == ""
+    choice = pick(dense)
+    assert choice.strategy == "warp_decode" and "9.0 with bfloat16 weights" in choice.reason
 
 
 @pytest.mark.parametrize("capability, driver, words", [

@@ -181,6 +181,9 @@ def aot_cases():
     x, routing, experts = layer("mxfp8", 128, 2048, 768, 128, 8)  # one of each kernel and format
     yield ("gate_up-mxfp8", moe_gate_up_shared, (x, routing.ids, experts.w_gate, experts.w_up),
            dict(LIMITS, max_registers=224, max_temp_bytes=256))
+    x, routing, experts = layer("mxfp4", 8, 2880, 2880, 32, 4)
+    yield ("down-mxfp4", moe_down_shared, (S((8, 4, 2880), jnp.float32), routing.ids, routing.weights, experts.w_down),
+           dict(LIMITS, max_registers=168, min_shuffles=0, max_temp_bytes=4 * 32 * 2880))
     x, routing, experts = layer("bf16", 8, 2816, 704, 128, 8)
     yield ("down-bf16", moe_down_shared, (S((8, 8, 704), jnp.float32), routing.ids, routing.weights, experts.w_down),
            dict(LIMITS, max_registers=128, min_shuffles=0, max_temp_bytes=4 * 64 * 2816))
@@ -189,14 +192,19 @@ def aot_cases():
 needs_tools = pytest.mark.skipif(bool(aot.missing_tools()), reason=aot.missing_tools() or "-")
 
 
+def aot_cases_without_wgmma():
+    return [case for case in aot_cases() if "bf16" not in case[0]]
+
+
 @needs_tools
-def test_compiles_for_hopper_without_spills():
-    reports = aot.compile_cases(["test_shared:aot_cases"], ["sm_90a"])
-    assert len(reports) == len(list(aot_cases()))
+@pytest.mark.parametrize("cases, arch", [("aot_cases", "sm_90a"), ("aot_cases_without_wgmma", "sm_100a")])
+def test_compiles_without_spills(cases, arch):
+    reports = aot.compile_cases([f"test_shared:{cases}"], [arch])
+    assert len(reports) == len(list(globals()[cases]()))
     assert not [problem for report in reports for problem in report.problems]
 
 
-def test_refuses_to_compile_for_blackwell(monkeypatch):
+def test_refuses_to_compile_bfloat16_weights_for_blackwell(monkeypatch):
     monkeypatch.setattr(shared_simt.utils, "get_arch", lambda: types.SimpleNamespace(major=10, minor=0))
     x, routing, experts = layer("bf16", 3, 128, 64, 4, 2)
     fn = functools.partial(moe_gate_up_shared, activation="gelu_tanh")  # not lowered before in this process

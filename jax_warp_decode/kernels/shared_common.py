@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_warp_decode.device import HOPPER, capability
+from jax_warp_decode.device import FIRST_CUDA, HOPPER, capability
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import Weight
 from jax_warp_decode.formats import QuantizedArray
@@ -242,12 +242,17 @@ def plan_tables(ids: jax.Array, experts: int, tokens: int) -> tuple[jax.Array, .
     return of_group(e), of_group(begin) + q * jnp.int32(tokens), number << 16 | size, order, end[-1]
 
 
-def device_refusal() -> str:
-    """Why the default device cannot run the kernels, or an empty string. A CPU may compile for a GPU."""
-    if capability() in ("", HOPPER):
+def device_refusal(format: str = "") -> str:
+    """Why the default device cannot run the kernels for weights of a format, or of any, or an empty string.
+
+    A CPU may compile for a GPU. bfloat16 weights take Hopper's wgmma, others mma.sync, which Blackwell has too.
+    """
+    if capability() in ("", HOPPER) or format != "bf16" and capability() in FIRST_CUDA:
         return ""
-    return (f"the GPU has compute capability {capability()}, the kernels need {HOPPER} (Hopper's wgmma); use "
-            f"strategy='auto' or 'warp_decode'")
+    needed = f"one of {', '.join(FIRST_CUDA)}"
+    if format == "bf16":
+        needed = f"{HOPPER} with bfloat16 weights (Hopper's wgmma)"
+    return f"the GPU has compute capability {capability()}, the kernels need {needed}; {checks.WAY_OUT}"
 
 
 def check_sizes(name: str, n: int, cols: int, T: int, K: int, E: int, format: str, matrices: int,

@@ -11,7 +11,7 @@ Up to `gather` all threads of a CTA work together, then those of a warpgroup:
     scatter_sums  a wgmma accumulator to the rows of its slots
     scatter       finished results to the rows of their slots
 
-What MXFP8 weights need instead of `gather` and wgmma is in `shared_mx`. The interpreter cannot run any of them;
+What quantised weights need instead of `gather` and wgmma is in `shared_mx`. The interpreter cannot run any of them;
 `shared_stream` has a plain form of each for it.
 """
 
@@ -41,7 +41,7 @@ def meet(threads: int):
 # ----------------------------------------------------------------------------------------------- who needs which expert
 
 
-def plan(tokens: int, experts: int, slots: int, threads: int):
+def plan(tokens: int, experts: int, slots: int, threads: int, wgmma: bool):
     """Fills the tables of the groups (up to `tokens` slots of one expert), see `shared_common.plan_tables`.
 
     Each slot draws a number within its expert from a counter, in no certain order; `sort` and `select` use it.
@@ -50,10 +50,10 @@ def plan(tokens: int, experts: int, slots: int, threads: int):
     padded_experts = -(-experts // LANES) * LANES
 
     def body(_ctx, ids, drawn_s, count_s, from_s, expert_s, place_s, info_s, total_s):
-        if utils.get_arch().major != 9:
+        if wgmma and utils.get_arch().major != 9:
             raise UnsupportedError(
-                f"strategy: 'shared_decode' got compute capability {utils.get_arch()}, its kernels need 9.0 (Hopper's "
-                "wgmma); use strategy='auto' or 'warp_decode'")
+                f"strategy: 'shared_decode' got compute capability {utils.get_arch()}, its kernels need 9.0 with "
+                "bfloat16 weights (Hopper's wgmma); use strategy='auto' or 'warp_decode'")
         t, lane = simt.thread(), simt.thread() % LANES
 
         @simt.loop(-(-padded_experts // threads))

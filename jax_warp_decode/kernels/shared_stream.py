@@ -101,7 +101,7 @@ def build(name: str, slots: int, source_rows: int, index: ExpertIndex, n: int, c
             return scale_ring.at[buffer], scales_full.at[buffer]
 
         _plan(interpret, wg, meet, ids_ref, drawn_s, count_s, from_s, expert_s, place_s, info_s, order_s, total_s,
-              tokens=tokens, experts=E, slots=slots, threads=threads)
+              tokens=tokens, experts=E, slots=slots, threads=threads, wgmma=not scaled)
         items, first_expert = total_s[0] * jnp.int32(blocks), jnp.int32(0)
         if layer_refs:
             layer = layer_refs[0][0]
@@ -314,9 +314,9 @@ def _tiles(swizzle: int, itemsize: int):
 
 
 def _plan(interpret, wg, meet, ids, drawn_s, count_s, from_s, expert_s, place_s, info_s, order_s, total_s, *, tokens,
-          experts, slots, threads):
+          experts, slots, threads, wgmma):
     if interpret is None:
-        code = shared_simt.plan(tokens, experts, slots, threads)
+        code = shared_simt.plan(tokens, experts, slots, threads, wgmma)
         return _inline(None, code, ids, drawn_s, count_s, from_s, expert_s, place_s, info_s, total_s,
                        arg_types=(REF,) * 8)
 
