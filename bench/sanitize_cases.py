@@ -44,6 +44,7 @@ def cases(tool):
     yield "gradients of expert_centric", part(gradients, patterns[0])
     for format in SHARED:
         yield f"shared_decode-{format}-biases", part(biases, "shared_decode", format)
+    yield "shared_decode-bf16 by mma.sync", without_wgmma
     for format in ("bf16", "mxfp4"):
         yield f"warp_decode-{format}-biases", part(biases, "warp_decode", format)
     for strategy in ("warp_decode", "shared_decode"):
@@ -160,6 +161,27 @@ def biases(strategy, format):
     case = _make(8, shape, 20, format, activation="clamped_swiglu", biases="bf16")
     run = jax.jit(functools.partial(moe, strategy=strategy, activation="clamped_swiglu"))
     _check(run(*case.args()), case, strategy)
+
+
+def without_wgmma():
+    """shared_decode as on GPUs that have none."""
+    import jax
+    import oracle
+
+    from jax_warp_decode.kernels.shared_common import SharedConfig
+    from jax_warp_decode.kernels.shared_down import moe_down_shared
+    from jax_warp_decode.kernels.shared_gate_up import moe_gate_up_shared
+
+    config = SharedConfig(tokens=16, chunk=64, stages=3, warpgroups=1, ctas_per_sm=1, wgmma=False)
+
+    @jax.jit
+    def run(x, routing, experts):
+        h = moe_gate_up_shared(x, routing.ids, experts.w_gate, experts.w_up, out_dtype=x.dtype, config=config)
+        return moe_down_shared(h, routing.ids, routing.weights, experts.w_down, out_dtype=x.dtype, config=config)
+
+    for T in (3, 129):
+        for case in _hostile("odd", T, "bf16"):
+            oracle.assert_close(run(*case.args()), case, h_dtype="bfloat16", unit=oracle.TENSOR_CORE_UNIT)
 
 
 def without_gate():

@@ -122,12 +122,13 @@ class Costs:
     """What strategies take on an H200, in bytes that it could read meanwhile; fitted to `bench.crossovers`.
 
     Attributes:
-      duplicate: of a byte that `warp_decode` reads once more for another slot, from the L2 cache; the first costs 1.
+      again: of a byte that `warp_decode` reads for the second slot of an expert, and for each further one, from the L2
+        cache; for the first it costs 1.
       grouped: of a byte of the experts that have slots, for `expert_centric`.
       launches: what each strategy takes besides.
     """
 
-    duplicate: float
+    again: tuple[float, float]
     grouped: float
     launches: dict[str, float]
 
@@ -135,8 +136,9 @@ class Costs:
         """By strategy, for slots that choose among the experts at random; shared: of a byte, for `shared_decode`."""
         load = tokens * experts_per_token / experts.num_experts
         chosen = -math.expm1(-load)  # share of the experts
-        per_byte = {"warp_decode": 1 + self.duplicate * (load / chosen - 1 if load else 0), "shared_decode": shared,
-                    "expert_centric": self.grouped}
+        more = load / chosen - 1 if load else 0.0  # slots of an expert that has some, beyond the first
+        warp = 1 + self.again[0] * min(more, 1) + self.again[1] * max(more - 1, 0)
+        per_byte = {"warp_decode": warp, "shared_decode": shared, "expert_centric": self.grouped}
         nbytes = chosen * sum(w.size * w.dtype.itemsize for w in jax.tree.leaves(experts.weights))
         nbytes /= experts.layers or 1
         return {name: nbytes * per_byte[name] + self.launches[name] for name in per_byte}
@@ -144,8 +146,8 @@ class Costs:
 
 # By weight format; another one takes those of the format with the nearest bits per value.
 COSTS = {
-    "bf16": Costs(0.27, 1.06, {"warp_decode": 12e6, "shared_decode": 41e6, "expert_centric": 92e6}),
-    "mxfp8": Costs(0.47, 1.72, {"warp_decode": 17e6, "shared_decode": 41e6, "expert_centric": 23e6})}
+    "bf16": Costs((0.27, 0.52), 1.06, {"warp_decode": 12e6, "shared_decode": 41e6, "expert_centric": 92e6}),
+    "mxfp8": Costs((0.47, 0.55), 1.72, {"warp_decode": 17e6, "shared_decode": 41e6, "expert_centric": 23e6})}
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import pytest
 from jax_warp_decode import STRATEGIES, ExpertWeights, UnsupportedError, available_strategies, choose, device
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.formats import FORMATS
+from jax_warp_decode.kernels.shared_common import SharedConfig
 
 W = jax.ShapeDtypeStruct((8, 256, 256), jnp.bfloat16)
 EXPERTS = ExpertWeights(W, W, W)
@@ -51,15 +52,17 @@ def test_a_gpu_without_these_kernels_runs_the_reference_and_says_why(machine, ca
 
 
 @pytest.mark.parametrize("capability", ["10.0", "10.3"])
-def test_blackwell_shares_the_reads_of_quantised_weights_alone(machine, capability):
+def test_blackwell_decodes_without_wgmma(machine, capability):
     machine(capability)
     w, w_down = (jax.ShapeDtypeStruct((128, *s), jnp.bfloat16) for s in ((768, 2048), (2048, 768)))
     dense = ExpertWeights(w, w, w_down)
     quantised = ExpertWeights(*(FORMATS["mxfp8"].structs(w.shape) for w in (w, w, w_down)))
-    pick = functools.partial(choose, 64, experts_per_token=8, x_dtype=jnp.bfloat16)
-    assert pick(quantised).strategy == "shared_decode" and available_strategies()["shared_decode"] == ""
-    choice = pick(dense)
-    assert choice.strategy == "warp_decode" and "9.0 with bfloat16 weights" in choice.reason
+    for experts in (dense, quantised):
+        pick = functools.partial(choose, experts=experts, experts_per_token=8, x_dtype=jnp.bfloat16)
+        assert [pick(T).strategy for T in (1, 64)] == ["warp_decode", "shared_decode"]
+        choice = pick(4096)  # more slots than shared_decode takes, and expert_centric is Hopper's
+        assert choice.strategy == "warp_decode" and "9.0 (Hopper)" in choice.reason
+    assert not SharedConfig.heuristic(64, 8, 128, 2048, "bf16", 2).wgmma
 
 
 @pytest.mark.parametrize("capability, driver, words", [

@@ -1,5 +1,6 @@
 """shared_decode on a real Hopper GPU: pytest --gpu."""
 
+import dataclasses
 import functools
 
 import jax
@@ -59,9 +60,10 @@ CONFIGS = [SharedConfig(*c) for c in (
     (40, 128, 2, 2, 1), (16, 256, 3, 1, 1))]
 
 
-@pytest.mark.parametrize("weights", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("weights, wgmma", [("bf16", True), ("bf16", False), ("mxfp8", True)])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_every_config_gives_the_same_layer(config, weights):
+def test_every_config_gives_the_same_layer(config, weights, wgmma):
+    config = dataclasses.replace(config, wgmma=wgmma)
     case = oracle.make_case(5, tokens=50, experts=7, hidden=768, intermediate=256, k=3, weights=weights)
     x, routing, experts = case.args()
     h = moe_gate_up_shared(x, routing.ids, experts.w_gate, experts.w_up, config=config)

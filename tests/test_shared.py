@@ -53,14 +53,14 @@ def stacked(w, layer, layers=3):
     return jax.tree.map(stack, w)
 
 
-@pytest.mark.parametrize("weights", ["bf16", "mxfp4"])
-def test_several_passes_warpgroups_panels_a_short_ring_stacked_layers_and_biases(interpreter, weights):
+@pytest.mark.parametrize("weights, wgmma", [("bf16", True), ("bf16", False), ("mxfp4", True)])
+def test_several_passes_warpgroups_panels_a_short_ring_stacked_layers_and_biases(interpreter, weights, wgmma):
     """Ten tokens on the same expert take two passes of eight; two warpgroups share the columns, in two panels."""
     case = oracle.make_case(2, tokens=10, experts=2, hidden=256, intermediate=128, k=1, weights=weights, pattern="same",
                             biases="bf16")
     x, routing, experts = case.args()
     stack = experts.map(lambda w: stacked(w, 1))
-    config = SharedConfig(tokens=8, chunk=64, stages=2, warpgroups=2, ctas_per_sm=1)
+    config = SharedConfig(tokens=8, chunk=64, stages=2, warpgroups=2, ctas_per_sm=1, wgmma=wgmma)
     gate_up = functools.partial(
         moe_gate_up_shared, x, routing.ids, stack.w_gate, stack.w_up, b_gate=stack.b_gate, b_up=stack.b_up, layer=1,
         config=dataclasses.replace(config, panels=2), interpret=interpreter)
@@ -184,6 +184,10 @@ def aot_cases():
     x, routing, experts = layer("mxfp4", 8, 2880, 2880, 32, 4)
     yield ("down-mxfp4", moe_down_shared, (S((8, 4, 2880), jnp.float32), routing.ids, routing.weights, experts.w_down),
            dict(LIMITS, max_registers=168, min_shuffles=0, max_temp_bytes=4 * 32 * 2880))
+    x, routing, experts = layer("bf16", 128, 2048, 768, 128, 8)
+    config = dataclasses.replace(SharedConfig.heuristic(128, 8, 128, 2048, "bf16", 2), wgmma=False)
+    yield ("gate_up-bf16 by mma.sync", functools.partial(moe_gate_up_shared, config=config),
+           (x, routing.ids, experts.w_gate, experts.w_up), dict(LIMITS, max_registers=128, max_temp_bytes=256))
     x, routing, experts = layer("bf16", 8, 2816, 704, 128, 8)
     yield ("down-bf16", moe_down_shared, (S((8, 8, 704), jnp.float32), routing.ids, routing.weights, experts.w_down),
            dict(LIMITS, max_registers=128, min_shuffles=0, max_temp_bytes=4 * 64 * 2816))
@@ -193,7 +197,7 @@ needs_tools = pytest.mark.skipif(bool(aot.missing_tools()), reason=aot.missing_t
 
 
 def aot_cases_without_wgmma():
-    return [case for case in aot_cases() if "bf16" not in case[0]]
+    return [case for case in aot_cases() if not case[0].endswith("bf16")]
 
 
 @needs_tools
@@ -204,11 +208,11 @@ def test_compiles_without_spills(cases, arch):
     assert not [problem for report in reports for problem in report.problems]
 
 
-def test_refuses_to_compile_bfloat16_weights_for_blackwell(monkeypatch):
+def test_what_needs_wgmma_is_refused_for_blackwell(monkeypatch):
     monkeypatch.setattr(shared_simt.utils, "get_arch", lambda: types.SimpleNamespace(major=10, minor=0))
     x, routing, experts = layer("bf16", 3, 128, 64, 4, 2)
     fn = functools.partial(moe_gate_up_shared, activation="gelu_tanh")  # not lowered before in this process
-    with pytest.raises(UnsupportedError, match="9.0"):
+    with pytest.raises(UnsupportedError, match="wgmma=False"):
         jax.jit(fn).trace(x, routing.ids, experts.w_gate, experts.w_up).lower(lowering_platforms=("cuda",))
 
 

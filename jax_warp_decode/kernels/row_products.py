@@ -247,8 +247,7 @@ class Walk:
                     pairs = [[p for word in stored[tile][half][c] for p in self._to_f16(word)] for half in range(2)]
                     for i in range(0, len(pairs[0]), 2):
                         a = [pairs[half][i + k] for k in range(2) for half in range(2)]
-                        sums[tile] = utils.inline_ptx(_MMA, *a, *b[i:i + 2], *sums[tile], result_types=[f32] * 4,
-                                                      convergent=True)
+                        sums[tile] = simt.multiply_add("f16", a, b[i:i + 2], sums[tile])
             factor = utils.inline_ptx(f"ld.shared.v2.f32 {{$0, $1}}, [$2+{u * self.group // BLOCK * 4}];", factors.v,
                                       result_types=[f32] * 2, has_side_effects=True)
             if share is not None:
@@ -356,5 +355,3 @@ _TO_F16 = """{
     cvt.rn.f16x2.e4m3x2 $0, lo;
     cvt.rn.f16x2.e4m3x2 $1, hi;
 }"""
-_MMA = ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, "
-        "{$10, $11, $12, $13};")

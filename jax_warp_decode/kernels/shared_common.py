@@ -67,6 +67,7 @@ class SharedConfig:
       panels: parts of the columns whose activations are in shared memory at a time; 1 unless the rows are very long, as
         with more they are gathered anew for every 64 rows of weights.
       waves: CTAs per resident CTA. More balance the work of the SMs and start more often.
+      wgmma: products of bfloat16 weights by wgmma, which Hopper alone has, or by mma.sync. Others take that anyway.
     """
 
     tokens: int
@@ -76,6 +77,7 @@ class SharedConfig:
     ctas_per_sm: int
     panels: int = 1
     waves: int = 1
+    wgmma: bool = True
 
     def ring_bytes(self, format: str) -> int:
         """Bytes of weights that a CTA can have under way."""
@@ -105,7 +107,8 @@ class SharedConfig:
         Raises:
           UnsupportedError: no configuration fits shared memory.
         """
-        return estimate(T, K, E, cols, format, matrices)[1]
+        found = estimate(T, K, E, cols, format, matrices)[1]
+        return dataclasses.replace(found, wgmma=capability() in ("", HOPPER))  # a CPU compiles for Hopper
 
 
 @functools.cache
@@ -242,17 +245,12 @@ def plan_tables(ids: jax.Array, experts: int, tokens: int) -> tuple[jax.Array, .
     return of_group(e), of_group(begin) + q * jnp.int32(tokens), number << 16 | size, order, end[-1]
 
 
-def device_refusal(format: str = "") -> str:
-    """Why the default device cannot run the kernels for weights of a format, or of any, or an empty string.
-
-    A CPU may compile for a GPU. bfloat16 weights take Hopper's wgmma, others mma.sync, which Blackwell has too.
-    """
-    if capability() in ("", HOPPER) or format != "bf16" and capability() in FIRST_CUDA:
+def device_refusal() -> str:
+    """Why the default device cannot run the kernels, or an empty string. A CPU may compile for a GPU."""
+    if capability() in ("", *FIRST_CUDA):
         return ""
-    needed = f"one of {', '.join(FIRST_CUDA)}"
-    if format == "bf16":
-        needed = f"{HOPPER} with bfloat16 weights (Hopper's wgmma)"
-    return f"the GPU has compute capability {capability()}, the kernels need {needed}; {checks.WAY_OUT}"
+    return (f"the GPU has compute capability {capability()}, the kernels need one of {', '.join(FIRST_CUDA)}; "
+            f"{checks.WAY_OUT}")
 
 
 def check_sizes(name: str, n: int, cols: int, T: int, K: int, E: int, format: str, matrices: int,

@@ -207,10 +207,7 @@ def multiply(format: str, tokens: int, chunk: int, cols: int, rows: int, scale_b
                 for half in range(2)]
 
         def b_fragments(block, group):
-            return utils.inline_ptx(
-                "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, "
-                f"[$4+{(block // 2 * groups + group) * 1024}];",
-                columns[block % 2].v, result_types=[simt.i32()] * 4, has_side_effects=True, convergent=True)
+            return simt.load_matrices(columns[block % 2], (block // 2 * groups + group) * 1024)
 
         def load_scale(kind, offset):
             return Int(utils.inline_ptx(f"ld.shared.{kind} $0, [$1+{offset}];", scales_from.v, result_types=simt.i32(),
@@ -242,9 +239,7 @@ def multiply(format: str, tokens: int, chunk: int, cols: int, rows: int, scale_b
             for g in range(groups):
                 products = sums[g]
                 for k16 in range(2):
-                    products = utils.inline_ptx(
-                        _MMA, *a[k16], *b[g][2 * k16:2 * k16 + 2], *products, result_types=[ir.F32Type.get()] * 4,
-                        convergent=True)
+                    products = simt.multiply_add("f16", a[k16], b[g][2 * k16:2 * k16 + 2], products)
                 sums[g] = products
                 if (block + 1) % together:
                     continue
@@ -260,8 +255,6 @@ def multiply(format: str, tokens: int, chunk: int, cols: int, rows: int, scale_b
     return body
 
 
-_MMA = ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, "
-        "{$10, $11, $12, $13};")
 AHEAD = 2  # blocks of 32 columns that are loaded before the one that is multiplied
 
 

@@ -11,8 +11,8 @@ Up to `gather` all threads of a CTA work together, then those of a warpgroup:
     scatter_sums  a wgmma accumulator to the rows of its slots
     scatter       finished results to the rows of their slots
 
-What quantised weights need instead of `gather` and wgmma is in `shared_mx`. The interpreter cannot run any of them;
-`shared_stream` has a plain form of each for it.
+What quantised weights need instead of `gather` and wgmma is in `shared_mx`, and what bfloat16 ones need on GPUs without
+wgmma in `shared_mma`. The interpreter cannot run any of them; `shared_stream` has a plain form of each for it.
 """
 
 import numpy as np
@@ -52,8 +52,8 @@ def plan(tokens: int, experts: int, slots: int, threads: int, wgmma: bool):
     def body(_ctx, ids, drawn_s, count_s, from_s, expert_s, place_s, info_s, total_s):
         if wgmma and utils.get_arch().major != 9:
             raise UnsupportedError(
-                f"strategy: 'shared_decode' got compute capability {utils.get_arch()}, its kernels need 9.0 with "
-                "bfloat16 weights (Hopper's wgmma); use strategy='auto' or 'warp_decode'")
+                f"config: got wgmma=True for compute capability {utils.get_arch()}, which needs 9.0 (Hopper), as a "
+                "process without a GPU compiles for; take wgmma=False, or strategy='warp_decode'")
         t, lane = simt.thread(), simt.thread() % LANES
 
         @simt.loop(-(-padded_experts // threads))

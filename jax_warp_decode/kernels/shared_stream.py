@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_warp_decode.gradients import without_gradient
-from jax_warp_decode.kernels import checks, shared_mx, shared_simt
+from jax_warp_decode.kernels import checks, shared_mma, shared_mx, shared_simt
 from jax_warp_decode.kernels.expert_index import ExpertIndex
 from jax_warp_decode.kernels.shared_common import (
     BLOCK128,
@@ -59,6 +59,7 @@ def build(name: str, slots: int, source_rows: int, index: ExpertIndex, n: int, c
     steps_per_panel, steps_per_item = columns // chunk // warpgroups, cols // chunk // warpgroups
     threads, E = 128 * warpgroups, index.num_experts
     scaled, divisor = format != "bf16", slots // source_rows
+    wgmma = config.wgmma and not scaled  # else sums stay in registers, and a stage is free once it is there, too
     dtype, packing = shared_mx.STORED[format] if scaled else (jnp.bfloat16, 1)
     stored = chunk // packing  # array elements of a row of a stage
     row_bytes = stored * jnp.dtype(dtype).itemsize
@@ -101,7 +102,7 @@ def build(name: str, slots: int, source_rows: int, index: ExpertIndex, n: int, c
             return scale_ring.at[buffer], scales_full.at[buffer]
 
         _plan(interpret, wg, meet, ids_ref, drawn_s, count_s, from_s, expert_s, place_s, info_s, order_s, total_s,
-              tokens=tokens, experts=E, slots=slots, threads=threads, wgmma=not scaled)
+              tokens=tokens, experts=E, slots=slots, threads=threads, wgmma=wgmma)
         items, first_expert = total_s[0] * jnp.int32(blocks), jnp.int32(0)
         if layer_refs:
             layer = layer_refs[0][0]
@@ -152,7 +153,7 @@ def build(name: str, slots: int, source_rows: int, index: ExpertIndex, n: int, c
             return following, jnp.where(last, jnp.int32(0), turn + jnp.int32(1)), tile
 
         def multiply(item, begins, panel, turn, stage, cursor, accumulator, total=None):
-            """One stage. `accumulator` holds the sums of bfloat16 weights, `total` those of others."""
+            """One stage. `accumulator` holds the sums of wgmma, `total` those of mma.sync."""
             part = turn * jnp.int32(warpgroups) + wg
             k = panel * jnp.int32(steps_per_panel * warpgroups) + part
             plgpu.barrier_wait(full_at(stage))
@@ -160,6 +161,9 @@ def build(name: str, slots: int, source_rows: int, index: ExpertIndex, n: int, c
                 total = _multiply(interpret, ring.at[stage], scales_at(item - begin)[0], begins, operand, k, part,
                                   total, format=format, tokens=tokens, chunk=chunk, cols=cols, rows=rows,
                                   scale_bytes=lines * line * scale_dtype.itemsize, swizzle=swizzle)
+                free = stage
+            elif not wgmma:
+                total = _multiply_dense(interpret, ring.at[stage], operand, part, total, tokens=tokens, chunk=chunk)
                 free = stage
             else:
                 for tile in range(chunk // TILE):
@@ -193,7 +197,7 @@ def build(name: str, slots: int, source_rows: int, index: ExpertIndex, n: int, c
                     carry = lax.fori_loop(
                         jnp.int32(0), jnp.int32(steps_per_panel),
                         lambda turn, c: multiply(item, begins, p, turn, *c[:2], accumulator, *c[2:])[:len(c)], carry)
-                    if config.panels > 1 and not scaled:
+                    if config.panels > 1 and wgmma:
                         plgpu.wgmma_wait(0)  # before the next panel
                     return carry
 
@@ -208,6 +212,7 @@ def build(name: str, slots: int, source_rows: int, index: ExpertIndex, n: int, c
                 bias = (_load_bias(biases, rows, scaled, first, wg, bias_refs),)
             if scaled:
                 plgpu.barrier_wait(scales_at(item - begin)[1])
+            if not wgmma:
                 zero = plgpu.layout_cast(jnp.zeros((ROWS, tokens), jnp.float32), plgpu.Layout.WGMMA)
                 stage, cursor, total = each_panel((stage, cursor, zero))
             else:
@@ -257,9 +262,9 @@ def build(name: str, slots: int, source_rows: int, index: ExpertIndex, n: int, c
 
             return group, stage, cursor
 
-        # A stage of an MX format is free once it is in registers; else the last one waits for the products before it.
+        # With wgmma the last stage waits for the products before it.
         cursor = begin, jnp.int32(0), lax.cond(begin < end, lambda: row_block(begin), lambda: jnp.int32(0))
-        cursor = lax.fori_loop(jnp.int32(0), jnp.int32(stages if scaled else stages - 1), request, cursor)
+        cursor = lax.fori_loop(jnp.int32(0), jnp.int32(stages - 1 if wgmma else stages), request, cursor)
         if interpret is None:  # while the first copies are under way
             inline(shared_simt.sort(E, slots, threads), drawn_s, from_s, order_s, arg_types=(REF,) * 3)
         lax.fori_loop(begin, end, one_item, (jnp.int32(-1), jnp.int32(0), cursor))
@@ -366,6 +371,17 @@ def _load_bias(present, rows, permuted, first, wg, refs):
         arg_types=(SCALAR, SCALAR, *(REF for _ in refs)),
         return_type=plgpu.ShapeDtypeStruct((2 * WARPGROUP,), jnp.float32, PER_THREAD),
     )(shared_simt.load_bias(present, rows, permuted))(first, wg, *refs)
+
+
+def _multiply_dense(interpret, values, operand, part, total, *, tokens, chunk):
+    if interpret is not None:
+        rows = lax.dynamic_slice_in_dim(operand[...], part * jnp.int32(chunk // TILE), chunk // TILE, 0)
+        rows = rows.swapaxes(0, 1).reshape(tokens, chunk)
+        return total + jnp.dot(values[...], rows.T, preferred_element_type=jnp.float32)
+    return plgpu.inline_mgpu(
+        arg_types=(_tiles(128, 2), _tiles(128, 2), SCALAR, plgpu.Layout.WGMMA),
+        return_type=plgpu.ShapeDtypeStruct((ROWS, tokens), jnp.float32, plgpu.Layout.WGMMA),
+    )(shared_mma.multiply(tokens, chunk))(values, operand, part, total)
 
 
 def _multiply(interpret, values, scales, begins, operand, k, part, total, *, format, tokens, chunk, cols, rows,

@@ -144,3 +144,18 @@ def scan(x: Int, lane: Int) -> Int:
 def population(x: Int) -> Int:
     """How many bits are set."""
     return Int(utils.inline_ptx("popc.b32 $0, $1;", x.v, result_types=i32()))
+
+
+def load_matrices(address: Int, offset: int) -> list:
+    """ldmatrix: lane l names 16 bytes of shared memory, row l % 8 of matrix l // 8; four registers, one per matrix."""
+    return utils.inline_ptx(
+        f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$0, $1, $2, $3}}, [$4+{offset}];", address.v,
+        result_types=[i32()] * 4, has_side_effects=True, convergent=True)
+
+
+def multiply_add(kind: str, a: list, b: list, sums: list) -> list:
+    """mma.m16n8k16 of "f16" or "bf16" fragments with float32 sums: 4 registers times 2, plus 4."""
+    return utils.inline_ptx(
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+        *a, *b, *sums, result_types=[ir.F32Type.get()] * 4, convergent=True)

@@ -1,6 +1,6 @@
 """The shared-decode strategy: every touched expert's weights are read once, for all its tokens.
 
-On Hopper, and with quantised weights on Blackwell, for which it only compiles so far.
+On Hopper, and on data-centre Blackwell, for which it only compiles so far.
 """
 
 import functools
@@ -32,7 +32,7 @@ def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: A
     Raises:
       UnsupportedError: the device is no such GPU, or the kernels cannot use the sizes or the format.
     """
-    if not interpret and (reason := shared_common.device_refusal(experts.format)):
+    if not interpret and (reason := shared_common.device_refusal()):
         raise UnsupportedError(f"strategy: {NAME!r} cannot run: {reason}")
     return _op(activation, jnp.dtype(out_dtype or x.dtype), interpret)(x, routing, experts, layer)
 
@@ -61,7 +61,7 @@ def refusal(tokens: int, experts_per_token: int, experts: ExpertWeights, x_dtype
                 name, n, cols, tokens, experts_per_token, experts.num_experts, format, matrices)
     except (ArgumentError, UnsupportedError) as error:
         return str(error)
-    return shared_common.device_refusal(experts.format)
+    return shared_common.device_refusal()
 
 
 def relative_time(tokens: int, experts_per_token: int, experts: ExpertWeights) -> float:
