@@ -148,6 +148,10 @@ class Costs:
 COSTS = {
     "bf16": Costs((0.27, 0.52), 1.06, {"warp_decode": 12e6, "shared_decode": 41e6, "expert_centric": 92e6}),
     "mxfp8": Costs((0.47, 0.55), 1.72, {"warp_decode": 17e6, "shared_decode": 41e6, "expert_centric": 23e6})}
+# Of formats that are not in it: a margin for `shared_decode`, which was never timed with them, and the cost of a value
+# for `expert_centric`, which widens all experts in every call (1.5 ms for 604e6 values, `bench.decode`).
+UNTIMED = 1.5
+WIDENED = 11.0
 
 
 @functools.cache
@@ -172,15 +176,18 @@ def _bits(format: str) -> float:
     return 8 * FORMATS[format].nbytes(shape) / math.prod(shape)
 
 
-def _by_speed(tokens: int, experts_per_token: int, experts: ExpertWeights, refused) -> list[str]:
+def _by_speed(tokens: int, experts_per_token: int, experts: ExpertWeights, x_dtype, refused) -> list[str]:
     """All strategies, those first that should be the fastest; `refused(name)` says why one cannot run."""
-    if experts.format not in COSTS:  # its shared_decode was never timed, and is taken by name only
-        shared = math.inf
-    elif refused("shared_decode"):
-        shared = 1.0  # so that `auto` says why it is not taken
-    else:
-        shared = shared_decode.relative_time(tokens, experts_per_token, experts)
+    measured = experts.format in COSTS
+    shared = 1.0  # where it is refused: so that `auto` says why
+    if not refused("shared_decode"):
+        shared = shared_decode.relative_time(tokens, experts_per_token, experts) * (1 if measured else UNTIMED)
     costs = COSTS[measured_format(experts.format)].of(tokens, experts_per_token, experts, shared)
+    if expert_centric.operand_dtype(x_dtype, experts.format) != jnp.bfloat16:
+        costs["expert_centric"] = math.inf  # a scan over all experts
+    elif not measured:
+        values = experts.num_experts * experts.intermediate * experts.hidden * len(experts.weights)
+        costs["expert_centric"] = WIDENED * values
     return [*sorted(costs, key=costs.__getitem__), *(name for name in TABLE if name not in costs)]
 
 
@@ -218,7 +225,7 @@ def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
             raise UnsupportedError(f"strategy: {strategy!r} cannot run: {why}")
         return Choice(strategy, "asked for")
     skipped: dict[str, list[str]] = {}  # reason -> the strategies it holds for
-    for chosen in _by_speed(tokens, experts_per_token, experts, refused):
+    for chosen in _by_speed(tokens, experts_per_token, experts, x_dtype, refused):
         if not (why := refused(chosen)):
             break
         skipped.setdefault(why, []).append(chosen)

@@ -105,8 +105,20 @@ def test_every_format_is_ranked_by_its_bits(format):
     assert measured_format(format) == "mxfp8" and measured_format("f16") == "bf16"
     pick = functools.partial(choose, experts=experts, experts_per_token=8, x_dtype=jnp.bfloat16, interpret=True)
     assert pick(8).strategy == "warp_decode"  # 0.5 pairs per expert
-    # At 1 pair shared_decode would be next, but "auto" takes it for formats alone in which it was timed.
+    # At 1 pair shared_decode is next; formats in which it was never timed wait until it should be well ahead.
     assert pick(16).strategy == ("shared_decode" if format == "mxfp8" else "warp_decode")
+    if format in ("mxfp4", "fp8_block128", "mxfp8_e5m2"):
+        assert pick(64).strategy == "shared_decode"
+    elif format != "mxfp8":  # expert_centric would widen all experts in every call
+        assert pick(64).strategy == "warp_decode"
+
+
+def test_auto_takes_no_scan_over_all_experts_where_warp_decode_runs():
+    w, w_down = (jax.ShapeDtypeStruct((128, *s), jnp.float16) for s in ((768, 2048), (2048, 768)))
+    for x_dtype in (jnp.float16, jnp.bfloat16):
+        pick = functools.partial(choose, experts=ExpertWeights(w, w, w_down), experts_per_token=8, x_dtype=x_dtype)
+        assert {pick(T, interpret=True).strategy for T in (1, 32, 4096)} == {"warp_decode"}
+        assert pick(32).strategy == "expert_centric"  # on a CPU
 
 
 @pytest.mark.parametrize("strategy", ["expert_centric", "reference"])
