@@ -82,7 +82,7 @@ def plot(path: pathlib.Path, results: list[dict]) -> None:
         right.bar(range(len(bars)), us, bottom=bottom, label=name)
         bottom += us
     # One that takes many times longer than most would leave nothing to see of the others.
-    top = 1.15 * max(total for total in bottom if total <= 4 * np.median(bottom))
+    top = 1.15 * max((total for total in bottom if total <= 4 * np.median(bottom)), default=1.0)
     for at, total in enumerate(bottom):
         if total > top:
             right.text(at, 0.97 * top, f"to {total / 1000:,.1f} ms", ha="center", va="top", fontsize=8,

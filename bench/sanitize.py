@@ -5,10 +5,12 @@
 Each tool watches processes of its own with the same cases (bench.sanitize_cases), all side by side on one GPU; the
 processes of a tool take turns in the cases, most of whose time is compiling. Every buffer is an allocation of its own
 there, with space behind it, so that memcheck sees a read beyond any of them, and the results are compared with the
-float64 oracle, so that a case which computed nothing cannot pass. A case that ends its process, or takes a minute, has
+float64 oracle, so that a case which computed nothing cannot pass. A case that ends its process, or takes long, has
 another try as the first of a new process, which also goes on with the next ones; the report names it, and a second time
 is a failure. One more process of a tool runs a kernel with a planted fault which that tool must find (synccheck: none);
 for memcheck these are two, a read just behind a buffer and one far away.
+
+initcheck leaves out kernels whose name contains "fusion", XLA's, see XLA_FUSIONS.
 
 Writes sanitize.json: per tool the findings by kernel, those in kernels of this package (Mosaic GPU kernels) apart from
 those in kernels of XLA, in copies to the host, in a control of the tool, and what a tool says about itself, such as
@@ -37,12 +39,13 @@ from bench.report import commit, replace_text
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
-PLANTED = {"memcheck", "initcheck", "racecheck"}  # tools whose run ends with a fault that they must find
+PLANTED = {"memcheck", "initcheck", "racecheck"}  # tools that must find a fault
 # body: the grouped GEMM of JAX that expert_centric runs; the last two are Triton's.
 OUR_KERNELS = re.compile(r"moe_|mosaic_gpu|^body|^rms_norm|^decode_attention")
 # initcheck takes what TMA stored from a tile for unwritten, as the control shows that runs beside. Of XLA's kernels,
 # these read what JAX's ragged dot and our outer product stored so; what comes out is compared with the oracle.
 XLA_FUSIONS = "fusion"
+CONTROL = "a buffer written by TMA"  # the case
 OF_THE_TOOL = re.compile(r"Internal Sanitizer Error|buffer overflow|were skipped")
 LINES_KEPT = 12  # of a finding's text
 CASE_SECONDS = 120  # most took 2 to 6 on an H200, the longest 27, but one under racecheck 60
@@ -213,7 +216,8 @@ def collect(tool, folder, codes) -> dict:
     """The report of one tool, from what its processes wrote; codes: exit codes of each share, one after the other."""
     def read(share, suffix):
         paths = sorted(folder.glob(f"{tool}-{share}-*.{suffix}"))
-        return [line for path in paths for line in path.read_text(errors="replace").splitlines()]
+        text = "\n".join(path.read_text(errors="replace") for path in paths)
+        return text.replace(f"{ROOT}/", "").splitlines()  # a report says nothing of the machine's folders
 
     shares = range(len(codes))
     logs, printed = [read(n, "log") for n in shares], [read(n, "out") for n in shares]
@@ -232,6 +236,8 @@ def collect(tool, folder, codes) -> dict:
     if count["ours"] or count["host"]:
         problems.append(f"{count['ours']} findings in our kernels, {count['host']} outside of kernels")
     problems += [f"the tool: {f['what']}" for f in findings if f["where"] == "tool"]
+    if tool == "initcheck" and CONTROL in cases and not count["control"]:
+        problems.append("the control found nothing: this tool knows what TMA stores, check XLA's fusions, too")
     if not any(r["outcome"] == "ok" for r in cases.values()):
         problems.append("no case ran")
     planted = {f["kernel"] for f in findings if f["where"] == "planted"}

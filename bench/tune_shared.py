@@ -29,7 +29,7 @@ from bench.report import Report, need_gpu
 from jax_warp_decode.activations import get_activation
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.formats import dequantize
-from jax_warp_decode.kernels import shared_common, shared_mx, shared_simt, shared_stream
+from jax_warp_decode.kernels import shared_common, shared_mma, shared_mx, shared_simt, shared_stream
 from jax_warp_decode.kernels.shared_common import SharedConfig
 from jax_warp_decode.kernels.shared_down import moe_down_shared
 from jax_warp_decode.kernels.shared_gate_up import moe_gate_up_shared
@@ -39,7 +39,7 @@ from jax_warp_decode.paths import shared_decode
 from jax_warp_decode.presets import PRESETS, get_preset
 
 KERNELS = {"gate_up": 2, "down": 1}  # matrices that meet in an item
-TOLERANCE = {"gate_up": 1e-4, "down": 1e-4, "layer": 5e-3}  # relative L2 error; the layer rounds h and y to bfloat16
+TOLERANCE = {"gate_up": 1e-4, "down": 1e-4, "layer": 5e-3}  # relative L2 error; the layer rounds y, and h, too
 SHARE = {"gate_up": 2 / 3, "down": 1 / 3, "layer": 1}  # of the weights
 READ_US, READ_TBPS = 1.48, 4.70  # a kernel that only reads: fixed microseconds and TB/s (bench/NOTES.md)
 MOST_STAGES = 12
@@ -54,9 +54,9 @@ def candidates(batch: int, preset, kernel: str, format: str, tokens: list[int]) 
     cols = preset.hidden if kernel == "gate_up" else preset.intermediate
     slots, E = batch * preset.experts_per_token, preset.num_experts
 
-    def fill(n, warpgroups, ctas, waves):
+    def fill(n, warpgroups, ctas, waves, wgmma):
         for chunk, stages in itertools.product(CHUNKS, range(MOST_STAGES, 2, -1)):
-            config = SharedConfig(n, chunk, stages, warpgroups, ctas, waves=waves)
+            config = SharedConfig(n, chunk, stages, warpgroups, ctas, waves=waves, wgmma=wgmma)
             try:
                 shared_common.check_config(config, cols, format, slots, E, KERNELS[kernel])
             except ArgumentError:
@@ -65,8 +65,8 @@ def candidates(batch: int, preset, kernel: str, format: str, tokens: list[int]) 
                 return [config]
         return []
 
-    found = itertools.product(tokens, LAYOUTS[format == "bf16"], WAVES)
-    return [config for n, layout, waves in found for config in fill(n, *layout, waves)]
+    found = itertools.product(tokens, LAYOUTS[format == "bf16"], WAVES, (True, False) if format == "bf16" else (True,))
+    return [config for n, layout, waves, wgmma in found for config in fill(n, *layout, waves, wgmma)]
 
 
 # ------------------------------------------------------------------------------------------------- float32 reference
@@ -115,7 +115,7 @@ class Bench:
         counts = [np.bincount(np.asarray(r.ids).reshape(-1)) for r in routing]
         self.most = max(int(c.max()) for c in counts)
         h = reference_h(x, routing[0].ids, experts[0])
-        rounded = h.astype(jnp.bfloat16)
+        rounded = h.astype(shared_decode.intermediate_dtype(experts[0]))
         self.layers = {
             "gate_up": [(x, r.ids, e.w_gate, e.w_up) for r, e in zip(routing, experts, strict=True)],
             "down": [(rounded, r.ids, r.weights, e.w_down) for r, e in zip(routing, experts, strict=True)],
@@ -188,7 +188,7 @@ def _without(part, fn, *args):
     """fn(*args), traced with a part of the kernels left out: how long the others take. The results are wrong."""
     nothing = {
         "nothing": (), "gather": ((shared_simt, "gather"), (shared_mx, "gather")),
-        "products": ((plgpu, "wgmma"), (shared_mx, "multiply")),
+        "products": ((plgpu, "wgmma"), (shared_mma, "multiply"), (shared_mx, "multiply")),
         "results": ((shared_simt, "scatter"), (shared_simt, "scatter_sums"))}[part]
     stand_ins = {"wgmma": lambda *_: None, "multiply": lambda *_: lambda _ctx, *args: args[-1]}
     with contextlib.ExitStack() as stack:

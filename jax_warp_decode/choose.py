@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_warp_decode.device import capability, software_refusal
+from jax_warp_decode.device import FIRST_CUDA, capability, software_refusal
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import ExpertWeights
-from jax_warp_decode.formats import FORMATS
-from jax_warp_decode.kernels import checks, shared_common
-from jax_warp_decode.paths import expert_centric, grouped_gemm, reference, shared_decode, warp_decode
+from jax_warp_decode.formats import FORMATS, QuantizedArray
+from jax_warp_decode.kernels import checks
+from jax_warp_decode.paths import expert_centric, grouped_gemm, grouped_layer, reference, shared_decode, warp_decode
 
 # Compute capabilities that Pallas Mosaic GPU compiles the warp-decode kernels for. 9.0 was measured (H200), 10.x only
 # compiled.
-CAPABILITIES = ("9.0", "10.0", "10.3")
+CAPABILITIES = tuple(FIRST_CUDA)  # of the decode kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +100,7 @@ def _expert_centric_refusal(tokens: int, experts_per_token: int, experts: Expert
 
 TABLE = {
     "warp_decode": Strategy(warp_decode.run, _warp_decode_refusal, decode=True, biases=True, gateless=True),
-    "shared_decode": Strategy(shared_decode.run, shared_decode.refusal, shared_common.device_refusal, decode=True,
-                              biases=True),
+    "shared_decode": Strategy(shared_decode.run, shared_decode.refusal, decode=True, biases=True),
     "expert_centric": Strategy(expert_centric.run, _expert_centric_refusal, grouped_gemm.device_refusal, biases=True,
                                gateless=True, activation_format=True),
     "reference": Strategy(reference.run, biases=True, gateless=True),
@@ -133,10 +132,10 @@ class Costs:
     launches: dict[str, float]
 
     def of(self, tokens: int, experts_per_token: int, experts: ExpertWeights, shared: float) -> dict[str, float]:
-        """By strategy, for slots that choose among the experts at random; shared: of a byte, for `shared_decode`."""
-        load = tokens * experts_per_token / experts.num_experts
-        chosen = -math.expm1(-load)  # share of the experts
-        more = load / chosen - 1 if load else 0.0  # slots of an expert that has some, beyond the first
+        """By strategy, for tokens that choose their experts at random; shared: of a byte, for `shared_decode`."""
+        share = min(1.0, experts_per_token / experts.num_experts)
+        chosen = 1 - (1 - share)**tokens  # of the experts
+        more = tokens * share / chosen - 1 if tokens else 0.0  # slots of an expert that has some, beyond the first
         warp = 1 + self.again[0] * min(more, 1) + self.again[1] * max(more - 1, 0)
         per_byte = {"warp_decode": warp, "shared_decode": shared, "expert_centric": self.grouped}
         nbytes = chosen * sum(w.size * w.dtype.itemsize for w in jax.tree.leaves(experts.weights))
@@ -146,8 +145,8 @@ class Costs:
 
 # By weight format; another one takes those of the format with the nearest bits per value.
 COSTS = {
-    "bf16": Costs((0.27, 0.52), 1.06, {"warp_decode": 12e6, "shared_decode": 41e6, "expert_centric": 92e6}),
-    "mxfp8": Costs((0.47, 0.55), 1.72, {"warp_decode": 17e6, "shared_decode": 41e6, "expert_centric": 23e6})}
+    "bf16": Costs((0.36, 0.52), 1.06, {"warp_decode": 12e6, "shared_decode": 41e6, "expert_centric": 92e6}),
+    "mxfp8": Costs((0.5, 0.55), 1.72, {"warp_decode": 17e6, "shared_decode": 41e6, "expert_centric": 23e6})}
 # Of formats that are not in it: a margin for `shared_decode`, which was never timed with them, and the cost of a value
 # for `expert_centric`, which widens all experts in every call (1.5 ms for 604e6 values, `bench.decode`).
 UNTIMED = 1.5
@@ -179,20 +178,21 @@ def _bits(format: str) -> float:
 def _by_speed(tokens: int, experts_per_token: int, experts: ExpertWeights, x_dtype, refused) -> list[str]:
     """All strategies, those first that should be the fastest; `refused(name)` says why one cannot run."""
     measured = experts.format in COSTS
+    widened = not measured or isinstance(experts.w_up, QuantizedArray) and grouped_layer.refusal(x_dtype, experts)
     shared = 1.0  # where it is refused: so that `auto` says why
     if not refused("shared_decode"):
         shared = shared_decode.relative_time(tokens, experts_per_token, experts) * (1 if measured else UNTIMED)
     costs = COSTS[measured_format(experts.format)].of(tokens, experts_per_token, experts, shared)
     if expert_centric.operand_dtype(x_dtype, experts.format) != jnp.bfloat16:
         costs["expert_centric"] = math.inf  # a scan over all experts
-    elif not measured:
+    elif widened:
         values = experts.num_experts * experts.intermediate * experts.hidden * len(experts.weights)
         costs["expert_centric"] = WIDENED * values
     return [*sorted(costs, key=costs.__getitem__), *(name for name in TABLE if name not in costs)]
 
 
 def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dtype: DTypeLike, strategy: str = "auto",
-           interpret: bool = False) -> Choice:
+           interpret: bool = False, shares: int = 1) -> Choice:
     """The strategy for a call with `tokens` tokens, from shapes, dtypes and the device only.
 
     Args:
@@ -202,6 +202,7 @@ def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
       x_dtype: dtype of the activations.
       strategy: "auto", or a name in `STRATEGIES`, which is returned as it is or refused: never replaced.
       interpret: the kernels will be interpreted, so no GPU is needed.
+      shares: devices that the experts are split over, of which these are one part: a token's slots fall on all of them.
 
     Raises:
       ArgumentError: unknown strategy.
@@ -225,11 +226,12 @@ def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
             raise UnsupportedError(f"strategy: {strategy!r} cannot run: {why}")
         return Choice(strategy, "asked for")
     skipped: dict[str, list[str]] = {}  # reason -> the strategies it holds for
-    for chosen in _by_speed(tokens, experts_per_token, experts, x_dtype, refused):
+    slots = max(1, experts_per_token // shares)  # of a token, here
+    for chosen in _by_speed(tokens, slots, experts, x_dtype, refused):
         if not (why := refused(chosen)):
             break
         skipped.setdefault(why, []).append(chosen)
     reasons = [f"{' and '.join(names)} cannot run: {why}" for why, names in skipped.items()]
-    load = tokens * experts_per_token / experts.num_experts
-    pairs = f"{tokens} tokens x {experts_per_token} slots on {experts.num_experts} experts: {load:.3g} pairs per expert"
+    load = tokens * slots / experts.num_experts
+    pairs = f"{tokens} tokens x {slots} slots on {experts.num_experts} experts: {load:.3g} pairs per expert"
     return Choice(chosen, "; ".join([pairs, *reasons]))

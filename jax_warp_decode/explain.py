@@ -91,13 +91,14 @@ def explain(experts: ExpertWeights, *, tokens: int, experts_per_token: int, x_dt
       >>> print(explain(ExpertWeights(w, w, w), tokens=1, experts_per_token=2, x_dtype=w.dtype, strategy="reference"))
       reference (asked for)
     """
+    shares = 1
     if sharding is not None:
         experts = jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(place.shard_shape(a.shape), a.dtype), experts,
                                sharding.shardings(experts))
-        experts_per_token = max(1, experts_per_token // sharding.size(sharding.expert_axis))
+        shares = sharding.size(sharding.expert_axis)
         tokens //= sharding.size(_batch_axes(sharding))
     choice = choose(tokens, experts, experts_per_token=experts_per_token, x_dtype=x_dtype, strategy=strategy,
-                    interpret=interpret)
+                    interpret=interpret, shares=shares)
     configs = {}
     if tokens and choice.strategy in CONFIGS:
         configs = CONFIGS[choice.strategy](experts, tokens=tokens, experts_per_token=experts_per_token)

@@ -44,7 +44,7 @@ def moe(
         layer out of it, which may copy it. A traced layer outside [0, L) yields y = 0.
       activation: name in `ACTIVATIONS`, or an `Activation` of your own, such as `SwiGLU("mine", limit=12.0)`.
       strategy: "auto" picks by batch size and device, see `choose`. "warp_decode" (few tokens, NVIDIA GPU),
-        "shared_decode" (tokens that share experts, Hopper GPU), "expert_centric" (many tokens, training; Hopper GPUs
+        "shared_decode" (tokens that share experts, NVIDIA GPU), "expert_centric" (many tokens, training; Hopper GPUs
         and CPUs) or "reference" (float32, slow, any device) run or raise. Under vmap the batch size is that of one
         mapped call.
       activation_format: None, or "mxfp8" to quantise the activations before both projections, as conventional MXFP8

@@ -317,8 +317,8 @@ def _share(x, routing, experts, weight=None, *, expert_axes, tensor_axes, layer,
     if strategy == "auto" and options["activation_format"]:  # as in `moe`
         strategy = "expert_centric"
     strategy = choose(
-        math.prod(rows), experts, experts_per_token=max(1, routing.ids.shape[-1] // shares), x_dtype=x.dtype,
-        strategy=strategy, interpret=options["interpret"]).strategy
+        math.prod(rows), experts, experts_per_token=routing.ids.shape[-1], x_dtype=x.dtype, strategy=strategy,
+        interpret=options["interpret"], shares=shares).strategy
     return apply(x, routing, experts, layer=layer, strategy=strategy, whole=False, **options)
 
 

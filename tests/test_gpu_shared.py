@@ -11,15 +11,13 @@ import pytest
 
 from jax_warp_decode.activations import get_activation
 from jax_warp_decode.formats import QuantizedArray
-from jax_warp_decode.kernels import shared_common
 from jax_warp_decode.kernels.shared_common import SharedConfig
 from jax_warp_decode.kernels.shared_down import moe_down_shared
 from jax_warp_decode.kernels.shared_gate_up import moe_gate_up_shared
 from jax_warp_decode.paths import shared_decode
 from jax_warp_decode.routing import Routing
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
-    bool(shared_common.device_refusal()), reason=shared_common.device_refusal() or "-")]
+pytestmark = pytest.mark.gpu
 
 # (E, H, I, K): real sizes with few experts, and small ones.
 SHAPES = {"qwen3-30b": (16, 2048, 768, 8), "gpt-oss": (3, 2880, 2880, 2), "gemma4": (9, 2816, 704, 4),

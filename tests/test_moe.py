@@ -113,6 +113,31 @@ def test_every_format_is_ranked_by_its_bits(format):
         assert pick(64).strategy == "warp_decode"
 
 
+def test_auto_reads_an_expert_with_one_slot_by_warps():
+    """With as many slots as experts, each has exactly T of them: experts that every token uses."""
+    for E, H, I in ((1, 8192, 28672), (8, 4096, 14336)):
+        w, w_down = (jax.ShapeDtypeStruct((E, *s), jnp.bfloat16) for s in ((I, H), (H, I)))
+        assert choose(1, ExpertWeights(w, w, w_down), experts_per_token=E, x_dtype=jnp.bfloat16,
+                      interpret=True).strategy == "warp_decode"
+
+
+def test_auto_knows_where_expert_centric_widens_all_experts():
+    """MXFP8 experts that a mesh has cut to rows of 64 are too narrow for its kernels that read them as they are."""
+    up, down = (FORMATS["mxfp8"].structs(shape) for shape in ((512, 64, 2048), (512, 2048, 64)))
+    pick = functools.partial(choose, experts=ExpertWeights(up, up, down), experts_per_token=10, x_dtype=jnp.bfloat16)
+    assert {pick(T, interpret=True).strategy for T in (64, 128, 256)} <= {"warp_decode", "shared_decode"}
+
+
+@pytest.mark.parametrize("format", ["fp8_block128", "mxfp4", "mxfp8"])
+@pytest.mark.parametrize("T", [1024, 1100, 2048])
+def test_auto_takes_nothing_that_refuses_the_slots_of_a_mesh(format, T):
+    """Of the slots that a device gets, most are another's: they cost little, but their number is limited."""
+    up, down = (FORMATS[format].structs(shape) for shape in ((32, 2048, 7168), (32, 7168, 2048)))
+    experts = ExpertWeights(up, up, down)
+    taken = choose(T, experts, experts_per_token=8, x_dtype=jnp.bfloat16, interpret=True, shares=8).strategy
+    choose(T, experts, experts_per_token=8, x_dtype=jnp.bfloat16, interpret=True, strategy=taken)
+
+
 def test_auto_takes_no_scan_over_all_experts_where_warp_decode_runs():
     w, w_down = (jax.ShapeDtypeStruct((128, *s), jnp.float16) for s in ((768, 2048), (2048, 768)))
     for x_dtype in (jnp.float16, jnp.bfloat16):

@@ -178,26 +178,37 @@ def test_rows_of_one_block(machines):
     oracle.assert_close(y, case, h_dtype="bfloat16")
 
 
-@pytest.mark.parametrize("format,kernels,capability", [
-    ("bf16", "gate_up", ""), ("mxfp8_e5m2", "down", ""), ("mxfp4", "both", ""), ("fp8_block128", "down", ""),
-    ("bf16", "both", "10.0")])
-def test_shared_experts(machines, few_ctas, format, kernels, capability, monkeypatch):
-    """With tensor cores; experts and slots that are not routed are poisoned. Last, products as on Blackwell."""
-    monkeypatch.setattr(shared_common, "capability", lambda: capability)
-    sizes = dict(experts=12, hidden=512, intermediate=256) if format == "fp8_block128" or capability else dict(
+@pytest.mark.parametrize("format,kernels", [
+    ("bf16", "gate_up"), ("mxfp8_e5m2", "down"), ("mxfp4", "both"), ("fp8_block128", "down")])
+def test_shared_experts(machines, few_ctas, format, kernels):
+    """With tensor cores; experts and slots that are not routed are poisoned."""
+    sizes = dict(experts=12, hidden=512, intermediate=256) if format == "fp8_block128" else dict(
         experts=4, hidden=128, intermediate=64)
     case = oracle.make_case(3, tokens=5, k=2, weights=format, pattern="skipped", biases="bf16", **sizes)
+    check_shared(case, kernels, jnp.bfloat16 if format == "bf16" else jnp.float32)
+    assert not any(m.races.found for m in machines)
+
+
+def test_shared_experts_without_wgmma(machines, few_ctas):
+    """As on Blackwell: three groups of eight slots share a pass, of 20 tokens that take the same experts."""
+    case = oracle.make_case(3, tokens=20, k=2, experts=4, hidden=256, intermediate=128, pattern="same")
+    check_shared(case, "both", jnp.bfloat16, shared_common.SharedConfig(24, 128, 2, 1, 1, wgmma=False))
+    assert not any(m.races.found for m in machines)
+
+
+def check_shared(case, kernels, h_dtype, config=None):
+    """gate_up, or down from the exact intermediate, or both, against their bounds."""
     x, routing, experts = case.args()
-    exact, bound = case.solve_hidden("bfloat16", oracle.TENSOR_CORE_UNIT)
-    h = jnp.asarray(exact, jnp.bfloat16)
+    exact, bound = case.solve_hidden(jnp.dtype(h_dtype).name, oracle.TENSOR_CORE_UNIT)
+    h = jnp.asarray(exact, h_dtype)
     if kernels != "down":
         h = moe_gate_up_shared(x, routing.ids, experts.w_gate, experts.w_up, b_gate=experts.b_gate, b_up=experts.b_up,
-                               out_dtype=jnp.bfloat16)
+                               out_dtype=h_dtype, config=config)
         assert np.all((np.abs(np.asarray(h, np.float64) - exact) <= bound)[case.routed()])
-    assert not any(m.races.found for m in machines)
     if kernels != "gate_up":
-        y = moe_down_shared(h, routing.ids, routing.weights, experts.w_down, b_down=experts.b_down, out_dtype=x.dtype)
-        oracle.assert_close(y, case, h_dtype="bfloat16", unit=oracle.TENSOR_CORE_UNIT)
+        y = moe_down_shared(h, routing.ids, routing.weights, experts.w_down, b_down=experts.b_down, out_dtype=x.dtype,
+                            config=config)
+        oracle.assert_close(y, case, h_dtype=oracle.shared_h_dtype(case), unit=oracle.TENSOR_CORE_UNIT)
 
 
 @pytest.mark.parametrize("tokens", [50, 700])

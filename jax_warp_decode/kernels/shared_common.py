@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_warp_decode.device import FIRST_CUDA, HOPPER, capability
+from jax_warp_decode.device import HOPPER, capability
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import Weight
 from jax_warp_decode.formats import QuantizedArray
@@ -123,7 +123,7 @@ def estimate(T: int, K: int, E: int, cols: int, format: str, matrices: int) -> t
     Example:
       >>> from jax_warp_decode.kernels.shared_common import estimate
       >>> [round(estimate(T, 8, 128, 2048, "bf16", 2)[0], 2) for T in (8, 128, 512)]
-      [1.03, 1.06, 1.58]
+      [1.03, 1.05, 1.57]
     """
     found = min(_affordable(T, K, E, cols, format, matrices), default=None)
     if found:
@@ -135,8 +135,9 @@ def estimate(T: int, K: int, E: int, cols: int, format: str, matrices: int) -> t
 
 def _affordable(T: int, K: int, E: int, cols: int, format: str, matrices: int):
     """Configurations that fit, as (estimate of the relative time, place in the tables, config)."""
-    dense, mean = format == "bf16", max(T * K / E, 1e-6)
-    tokens = [(n, _passes(mean, n) * (1 + WIDER[dense] * (n - 8))) for n in range(8, MOST_TOKENS[dense] + 1, 8)]
+    dense, share = format == "bf16", min(1.0, K / E)
+    slots_of_expert = T * share / (1 - (1 - share)**T) if T else 1.0  # of those that have some
+    tokens = [(n, _passes(T, share, n) * (1 + WIDER[dense] * (n - 8))) for n in range(8, MOST_TOKENS[dense] + 1, 8)]
     places = itertools.count()
     item_bytes = ROWS * cols * BITS[format] / 8
     for (n, passes), panels, chunk in itertools.product(tokens, PANELS, CHUNKS[BITS[format] > 4]):
@@ -144,8 +145,7 @@ def _affordable(T: int, K: int, E: int, cols: int, format: str, matrices: int):
             continue
         item = 1 + (ITEM[dense][0] + ITEM[dense][1] * n) / item_bytes
         # What gathering the rows for every item takes, over reading the item's weights.
-        slots = min(n, mean / -math.expm1(-mean))
-        again = GATHER[dense] * 2 * slots / (ROWS * BITS[format] / 8) if panels > 1 else 0
+        again = GATHER[dense] * 2 * min(n, slots_of_expert) / (ROWS * BITS[format] / 8) if panels > 1 else 0
         for warpgroups, ctas in LAYOUTS[dense, chunk >= WIDE]:
             # Registers of stages that are decoded: the SM has 168 for each of 3 warpgroups.
             many = not dense and warpgroups * ctas > 2 and (chunk * BITS[format] > 256 * 8 or n > 24)
@@ -161,22 +161,24 @@ def _affordable(T: int, K: int, E: int, cols: int, format: str, matrices: int):
                     break
 
 
-def _passes(mean: float, n: int) -> float:
-    """Passes per expert that has slots, `n` slots at a time, where slots choose among many experts at random.
+def _passes(tokens: int, share: float, n: int) -> float:
+    """Passes per expert that has slots, `n` slots at a time, where each token chooses it with a probability of `share`.
 
     Example:
-      >>> [round(_passes(mean, 8), 2) for mean in (0.5, 2, 4, 8, 16)]
+      >>> [round(_passes(tokens, 1 / 16, 8), 2) for tokens in (8, 32, 64, 128, 256)]
       [1.0, 1.0, 1.02, 1.41, 2.43]
+      >>> _passes(20, 1.0, 8)
+      3
     """
-    if mean < 1e-6 or mean > 700:  # no slots at all; or so many that exp(-mean) is 0, and every pass is full
-        return max(1.0, mean / n)
-    total, term, slots = 0.0, math.exp(-mean), 0  # the Poisson distribution of an expert's slots
-    nothing = term
-    while slots < 8 * mean + 32:
-        slots += 1
-        term *= mean / slots
-        total += term * -(-slots // n)
-    return total / (1 - nothing)
+    if share >= 1 or not tokens:
+        return max(1, -(-tokens // n))
+    mean, total, some = tokens * share, 0.0, 0.0
+    reach = 12 * math.sqrt(mean) + 12
+    for slots in range(max(1, int(mean - reach)), min(tokens, int(mean + reach)) + 1):  # the binomial distribution
+        log = (math.lgamma(tokens + 1) - math.lgamma(slots + 1) - math.lgamma(tokens - slots + 1)
+               + slots * math.log(share) + (tokens - slots) * math.log1p(-share))
+        total, some = total + math.exp(log) * math.ceil(slots / n), some + math.exp(log)
+    return total / some
 
 
 def most_groups(slots: int, experts: int, tokens: int) -> int:
@@ -243,14 +245,6 @@ def plan_tables(ids: jax.Array, experts: int, tokens: int) -> tuple[jax.Array, .
     at = (rank == slot[:, None]) & jnp.any(hits, axis=1)
     order = jnp.sum(jnp.where(at, slot, jnp.int32(0)), axis=1, dtype=jnp.int32)
     return of_group(e), of_group(begin) + q * jnp.int32(tokens), number << 16 | size, order, end[-1]
-
-
-def device_refusal() -> str:
-    """Why the default device cannot run the kernels, or an empty string. A CPU may compile for a GPU."""
-    if capability() in ("", *FIRST_CUDA):
-        return ""
-    return (f"the GPU has compute capability {capability()}, the kernels need one of {', '.join(FIRST_CUDA)}; "
-            f"{checks.WAY_OUT}")
 
 
 def check_sizes(name: str, n: int, cols: int, T: int, K: int, E: int, format: str, matrices: int,

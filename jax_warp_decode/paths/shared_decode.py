@@ -30,17 +30,13 @@ def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: A
     what it allocates.
 
     Raises:
-      UnsupportedError: the device is no such GPU, or the kernels cannot use the sizes or the format.
+      UnsupportedError: the kernels cannot use the sizes or the format.
     """
-    if not interpret and (reason := shared_common.device_refusal()):
-        raise UnsupportedError(f"strategy: {NAME!r} cannot run: {reason}")
     return _op(activation, jnp.dtype(out_dtype or x.dtype), interpret)(x, routing, experts, layer)
 
 
 def refusal(tokens: int, experts_per_token: int, experts: ExpertWeights, x_dtype=jnp.bfloat16) -> str:
-    """Why `run` cannot take these sizes and formats on this device, or an empty string. Arrays or their shapes.
-
-    A machine without a GPU refuses nothing by itself, as it may compile for one.
+    """Why `run` cannot take these sizes and formats, or an empty string. Arrays or their shapes.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -61,7 +57,7 @@ def refusal(tokens: int, experts_per_token: int, experts: ExpertWeights, x_dtype
                 name, n, cols, tokens, experts_per_token, experts.num_experts, format, matrices)
     except (ArgumentError, UnsupportedError) as error:
         return str(error)
-    return shared_common.device_refusal()
+    return ""
 
 
 def relative_time(tokens: int, experts_per_token: int, experts: ExpertWeights) -> float:
