@@ -14,8 +14,9 @@ import sys
 import numpy as np
 
 from jax_warp_decode import STRATEGIES
-from jax_warp_decode.plan import expected_experts, expert_bytes
+from jax_warp_decode.plan import expert_bytes
 from jax_warp_decode.presets import get_preset
+from jax_warp_decode.routing import expected_experts
 
 LAYERS = ("decode-*.json", "small_batch-*-uniform.json", "suite.json", "grouped_gemm-expert_centric.json",
           "formats-*.json")

@@ -177,9 +177,9 @@ class Share:
                    "--print-limit", str(MOST_PRINTED), "--show-backtrace", "no"]
         if self.tool == "memcheck":  # jax asks the driver for functions that it may not have
             command += ["--report-api-errors", "no", "--padding", str(PADDING)]
-        if self.tool == "initcheck":
-            command += ["--kernel-name-exclude", f"regex={XLA_FUSIONS}"]
         command += self.options.more
+        if self.tool == "initcheck":
+            command += self.options.exclude
         command += [sys.executable, "-m", "bench.sanitize", "--child", "--tool", self.tool, "--seconds", str(left),
                     "--results", f"{self.path}.jsonl", "--filter", self.options.filter,
                     "--processes", str(self.options.processes), "--share", str(self.number)]
@@ -285,7 +285,9 @@ def main(arguments=None) -> int:
         return 2
     ask = lambda what: subprocess.run([sanitizer, what], capture_output=True, text=True).stdout.strip()
     version = ask("--version").splitlines()[-1:]
-    options.more = ["--check-tensor-ops", "yes"] if "--check-tensor-ops" in ask("--help") else []
+    known = ask("--help")  # older tools lack these
+    options.more = ["--check-tensor-ops", "yes"] if "--check-tensor-ops" in known else []
+    options.exclude = ["--kernel-name-exclude", f"regex={XLA_FUSIONS}"] if "--kernel-name-exclude" in known else []
     _, most = resource.getrlimit(resource.RLIMIT_STACK)
     resource.setrlimit(resource.RLIMIT_STACK, (STACK if most == resource.RLIM_INFINITY else min(STACK, most), most))
     begin = time.monotonic()

@@ -15,10 +15,11 @@ from jax_warp_decode.experts import ExpertWeights
 from jax_warp_decode.formats import FORMATS, QuantizedArray
 from jax_warp_decode.kernels import checks
 from jax_warp_decode.paths import expert_centric, grouped_gemm, grouped_layer, reference, shared_decode, warp_decode
+from jax_warp_decode.routing import expected_experts
 
 # Compute capabilities that Pallas Mosaic GPU compiles the warp-decode kernels for. 9.0 was measured (H200), 10.x only
 # compiled.
-CAPABILITIES = tuple(FIRST_CUDA)  # of the decode kernels
+CAPABILITIES = tuple(FIRST_CUDA)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,13 +134,13 @@ class Costs:
 
     def of(self, tokens: int, experts_per_token: int, experts: ExpertWeights, shared: float) -> dict[str, float]:
         """By strategy, for tokens that choose their experts at random; shared: of a byte, for `shared_decode`."""
-        share = min(1.0, experts_per_token / experts.num_experts)
-        chosen = 1 - (1 - share)**tokens  # of the experts
-        more = tokens * share / chosen - 1 if tokens else 0.0  # slots of an expert that has some, beyond the first
+        touched = expected_experts(experts.num_experts, experts_per_token, tokens)
+        slots = tokens * min(experts_per_token, experts.num_experts)
+        more = slots / touched - 1 if tokens else 0.0  # slots of an expert that has some, beyond the first
         warp = 1 + self.again[0] * min(more, 1) + self.again[1] * max(more - 1, 0)
         per_byte = {"warp_decode": warp, "shared_decode": shared, "expert_centric": self.grouped}
-        nbytes = chosen * sum(w.size * w.dtype.itemsize for w in jax.tree.leaves(experts.weights))
-        nbytes /= experts.layers or 1
+        nbytes = sum(w.size * w.dtype.itemsize for w in jax.tree.leaves(experts.weights)) / (experts.layers or 1)
+        nbytes *= touched / experts.num_experts
         return {name: nbytes * per_byte[name] + self.launches[name] for name in per_byte}
 
 
@@ -218,6 +219,7 @@ def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
     if strategy not in ("auto", *STRATEGIES):
         raise ArgumentError(f"strategy: got {strategy!r}, expected 'auto' or one of {list(STRATEGIES)}")
 
+    @functools.cache  # `auto` asks for the same name more than once
     def refused(name):
         return TABLE[name].refuses(tokens, experts_per_token, experts, x_dtype, interpret)
 

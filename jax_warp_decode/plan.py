@@ -17,6 +17,7 @@ import math
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.formats import FORMATS
 from jax_warp_decode.presets import Preset, get_preset
+from jax_warp_decode.routing import expected_experts
 
 # Layers with routed experts, from the model cards.
 MOE_LAYERS = {
@@ -66,16 +67,6 @@ def expert_bytes(preset: Preset, format: str, tp: int = 1) -> float:
     if format in FORMATS:
         return 2 * FORMATS[format].nbytes((1, I, H)) + FORMATS[format].nbytes((1, H, I))
     return 3 * H * I * {"bf16": 2, "f16": 2, "f32": 4}[format]
-
-
-def expected_experts(experts: int, per_token: float, tokens: int) -> float:
-    """How many experts `tokens` tokens touch on average, if each chooses evenly.
-
-    Example:
-      >>> round(expected_experts(128, 8, 8), 1), round(expected_experts(128, 8, 128), 1)
-      (51.6, 128.0)
-    """
-    return experts * (1 - (1 - per_token / experts) ** tokens)
 
 
 def busiest_experts(preset: Preset, ep: int, tokens: int) -> float:

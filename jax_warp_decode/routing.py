@@ -162,3 +162,14 @@ def float32_weights(weights, name: str = "routing.weights") -> jax.Array:
         raise ArgumentError(
             f"{name}: got dtype {weights.dtype}, expected a floating dtype; it is used as float32")
     return jnp.asarray(weights.astype(jnp.float32))
+
+
+def expected_experts(experts: int, per_token: float, tokens: int) -> float:
+    """How many experts `tokens` tokens touch on average, if each chooses `per_token` of them (or all) evenly.
+
+    Example:
+      >>> from jax_warp_decode.routing import expected_experts
+      >>> round(expected_experts(128, 8, 8), 1), round(expected_experts(128, 8, 128), 1)
+      (51.6, 128.0)
+    """
+    return experts * (1 - (1 - min(1.0, per_token / experts)) ** tokens)

@@ -18,6 +18,7 @@ from jax_warp_decode.experts import Weight
 from jax_warp_decode.formats import QuantizedArray
 from jax_warp_decode.kernels import checks
 from jax_warp_decode.kernels.tile import MX_BLOCK
+from jax_warp_decode.routing import expected_experts
 
 ROWS = 64  # the M of wgmma
 TILE = 64  # columns of a bfloat16 tile with 128-byte swizzle
@@ -136,7 +137,7 @@ def estimate(T: int, K: int, E: int, cols: int, format: str, matrices: int) -> t
 def _affordable(T: int, K: int, E: int, cols: int, format: str, matrices: int):
     """Configurations that fit, as (estimate of the relative time, place in the tables, config)."""
     dense, share = format == "bf16", min(1.0, K / E)
-    slots_of_expert = T * share / (1 - (1 - share)**T) if T else 1.0  # of those that have some
+    slots_of_expert = T * share * E / expected_experts(E, K, T) if T else 1.0  # of those that have some
     tokens = [(n, _passes(T, share, n) * (1 + WIDER[dense] * (n - 8))) for n in range(8, MOST_TOKENS[dense] + 1, 8)]
     places = itertools.count()
     item_bytes = ROWS * cols * BITS[format] / 8
