@@ -2,20 +2,23 @@
 
     python -m bench.ncu_report --out bench/results
 
-Runs one layer per format and batch size, through warp_decode at small ones and shared_decode at larger, under `ncu`
-(caches flushed before every kernel, clocks left alone) and writes ncu-MODEL.json. Needs a GPU whose counters may be
-read.
+Runs one layer per format and batch size, in a process of its own each, through warp_decode at small ones and
+shared_decode at larger, under `ncu` (caches flushed before every kernel, clocks left alone) and writes ncu-MODEL.json.
+Needs a GPU whose counters may be read.
 """
 
 import argparse
 import csv
 import functools
+import itertools
+import math
 import os
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
+import time
 
 from bench.report import Report, device_name, metadata
 
@@ -37,12 +40,13 @@ METRICS = {
 KERNELS = {"warp_decode": 2, "shared_decode": 3}  # of a layer
 SHARED_FROM = 16  # tokens
 # Memory that is not allocated need not be saved between the passes of a kernel; a graph would be one kernel.
-SMALL = dict(XLA_PYTHON_CLIENT_PREALLOCATE="false", XLA_FLAGS="--xla_gpu_enable_command_buffer=")
+SMALL = dict(
+    XLA_PYTHON_CLIENT_PREALLOCATE="false", XLA_FLAGS="--xla_gpu_enable_command_buffer=", PYTHONFAULTHANDLER="1")
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
 
 
-def run_kernels(options) -> None:
-    """The child that ncu looks at: every format and batch size once."""
+def run_layer(model: str, format: str, batch: int) -> None:
+    """The child that ncu looks at."""
     import jax
     import numpy as np
 
@@ -50,37 +54,48 @@ def run_kernels(options) -> None:
     from jax_warp_decode.measure import inputs
     from jax_warp_decode.presets import get_preset
 
-    preset = get_preset(options.model)
-    for format in options.format:
-        experts = inputs.make_experts(jax.random.key(0), preset, format)
-        for batch in options.batch:
-            x = inputs.make_x(jax.random.key(batch), batch, preset)
-            routing = inputs.make_routing(np.random.default_rng(batch), batch, preset, "uniform")
-            strategy = "shared_decode" if batch >= SHARED_FROM else "warp_decode"
-            run = functools.partial(moe, strategy=strategy)
-            try:
-                jax.block_until_ready(jax.jit(run)(x, routing, experts))
-            except Exception as error:
-                print(f"{format} B={batch}: {error}", file=sys.stderr, flush=True)
-            else:
-                print(f"ran {strategy} {format} {batch}", flush=True)
+    preset = get_preset(model)
+    experts = inputs.make_experts(jax.random.key(0), preset, format)
+    x = inputs.make_x(jax.random.key(batch), batch, preset)
+    routing = inputs.make_routing(np.random.default_rng(batch), batch, preset, "uniform")
+    jax.block_until_ready(jax.jit(functools.partial(moe, strategy=strategy_of(batch)))(x, routing, experts))
+
+
+def strategy_of(batch: int) -> str:
+    return "shared_decode" if batch >= SHARED_FROM else "warp_decode"
 
 
 def number(text: str) -> float:
     return float(text.replace(",", ""))
 
 
-def read_table(text: str, cases: list[tuple[str, str, int]]) -> list[dict]:
-    """The rows of ncu's CSV, one per kernel of each case (strategy, format, batch), as dicts. The second line holds the
-    units."""
+def run_ncu(options, format: str, batch: int, seconds: float) -> tuple[str, str]:
+    """What a process of one case and ncu print; ncu writes its table when the process ends."""
+    ncu = shutil.which("ncu") or "/usr/local/cuda/bin/ncu"
+    command = [ncu, "--clock-control", "none", "--kernel-name", "regex:moe_", "--csv", "--page", "raw",
+               *(f"--section={s}" for s in SECTIONS), sys.executable, "-m", "bench.ncu_report", "--child",
+               "--model", options.model, "--format", format, "--batch", str(batch)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=None if math.isinf(seconds) else seconds,
+            env=os.environ | SMALL)
+    except OSError as error:
+        raise SystemExit(f"ncu: {error}; it comes with the CUDA toolkit") from None
+    except subprocess.TimeoutExpired as stopped:
+        out, err = ((s or b"").decode() for s in (stopped.stdout, stopped.stderr))
+        return out, f"{err} ended after {seconds:.0f} s"
+    return done.stdout, done.stderr
+
+
+def read_table(text: str, format: str, batch: int) -> list[dict]:
+    """The rows of ncu's CSV, one per kernel of a case, as dicts. The second line holds the units."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
     units, *rows = csv.DictReader(lines)
-    of_row = [case for case in cases for _ in range(KERNELS[case[0]])]
-    if len(rows) != len(of_row):
-        print(f"expected {len(of_row)} kernels under ncu, found {len(rows)}: cases are not named")
-        of_row = [("", "", 0)] * len(rows)
+    strategy = strategy_of(batch)
+    if len(rows) != KERNELS[strategy]:
+        raise ValueError(f"{KERNELS[strategy]} kernels are a layer of {strategy}, found {len(rows)}")
     results = []
-    for row, (strategy, format, batch) in zip(rows, of_row, strict=True):
+    for row in rows:
         found = {name: dict(value=number(row[metric]), unit=units[metric])
                  for name, metric in METRICS.items() if row.get(metric)}
         stalls = {m[1]: number(row[k]) for k in row if k and (m := STALL.fullmatch(k)) and row[k]}
@@ -101,30 +116,19 @@ def main(argv=None) -> int:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.child:
-        run_kernels(options)
+        run_layer(options.model, options.format[0], options.batch[0])
         return 0
-    ncu = shutil.which("ncu") or "/usr/local/cuda/bin/ncu"
-    command = [ncu, "--clock-control", "none", "--kernel-name", "regex:moe_", "--csv", "--page", "raw",
-               *(f"--section={s}" for s in SECTIONS), sys.executable, "-m", "bench.ncu_report", "--child",
-               "--model", options.model, "--format", *options.format, "--batch", *map(str, options.batch)]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=options.seconds, env=os.environ | SMALL)
-        out, err = done.stdout, done.stderr
-    except OSError as error:
-        raise SystemExit(f"ncu: {error}; it comes with the CUDA toolkit") from None
-    except subprocess.TimeoutExpired as stopped:
-        out, err = ((s or b"").decode() for s in (stopped.stdout, stopped.stderr))
-    cases = [(*words, int(batch)) for *words, batch in re.findall(r"^ran (\S+) (\S+) (\d+)$", out, re.MULTILINE)]
-    try:
-        results = read_table(out, cases)
-    except Exception as error:
-        raise SystemExit(f"ncu told nothing that can be read ({error}): {out[-2000:]}{err[-2000:]}") from None
+    results, missing, end = [], [], time.monotonic() + (options.seconds or float("inf"))
+    for format, batch in itertools.product(options.format, options.batch):
+        out, err = run_ncu(options, format, batch, max(1.0, end - time.monotonic()))
+        try:
+            results += read_table(out, format, batch)
+        except (ValueError, KeyError) as error:
+            print(f"{format} B={batch}: ncu told nothing that can be read ({error}): {out[-1000:]}{err[-1000:]}")
+            missing.append(f"{format} B={batch}")
     report = Report(options.out / f"ncu-{options.model}.json", metadata("ncu_report", device_name()))
     report.add(*results)
-    ran = {(format, batch) for _, format, batch in cases}
-    for format in options.format:
-        report.cut(*(f"{format} B={batch}" for batch in options.batch if (format, batch) not in ran))
+    report.cut(*missing)
     for r in results:
         print(f"{r['format']:6} B={r['batch']} {r['kernel'][:24]:24} " + "  ".join(
             f"{name} {r[name]['value']:.4g}" for name in METRICS if name in r)

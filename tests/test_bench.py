@@ -183,13 +183,14 @@ def test_what_a_group_said_before_it_ended_is_kept(monkeypatch, tmp_path, capsys
 
 
 def test_ncu_tables_name_their_cases():
-    text = "ran warp_decode bf16 1\n" + "\n".join((
+    text = "==PROF== Connected\n" + "\n".join((
         '"ID","Kernel Name","gpu__time_duration.sum","smsp__average_warps_issue_stalled_wait_per_issue_active.ratio"',
         '"","","us","inst"', '"0","moe_gate_up","9.5","1,234.5"', '"1","moe_down","5.5","2"'))
-    up, down = ncu_report.read_table(text, [("warp_decode", "bf16", 1)])
+    up, down = ncu_report.read_table(text, "bf16", 1)
     assert (up["kernel"], up["batch"], up["us"]) == ("moe_gate_up", 1, dict(value=9.5, unit="us"))
     assert down["stalled_warps_per_issue"] == dict(wait=2.0)
-    assert [row["format"] for row in ncu_report.read_table(text, [])] == ["", ""]
+    with pytest.raises(ValueError, match="3 kernels are a layer of shared_decode, found 2"):
+        ncu_report.read_table(text, "bf16", 32)
 
 
 def test_auto_is_within_three_percent_of_the_fastest_that_was_measured():
