@@ -32,7 +32,7 @@ def problems(got):
 
 
 def test_a_clean_run_has_no_problems(tmp_path):
-    got = report(tmp_path, [(["a", "planted"], {"a": "ok", "planted": "FAILED the context is lost"}, "planted_near"),
+    got = report(tmp_path, [(["a", "planted"], {"a": "ok", "planted": "FAILED context lost"}, "planted_memcheck"),
                             (["b", "c"], {"b": "ok", "c": "no time left"}, None)])
     assert problems(got) == [] and got["cases_run"] == 2
     assert got["findings_by_place"] == {
@@ -47,8 +47,8 @@ def test_findings_failures_and_lost_cases_are_problems(tmp_path):
                              "the planted fault was not found"]
     assert "c: ended its process (exit codes (-11, -9))" in got["problems"][2]
     (tmp_path / "memcheck-1.jsonl").unlink()  # it did not even import jax
-    got = report(tmp_path, [(["planted"], {"planted": "ok"}, "planted_far")])
-    assert problems(got)[-2:] == ["process 1 ended before every case", "a read just behind a buffer goes unseen"]
+    got = report(tmp_path, [(["planted"], {"planted": "ok"}, "planted_initcheck")])
+    assert problems(got)[-2:] == ["process 1 ended before every case", "the planted fault was not found"]
 
 
 SANITIZER = """#!/bin/bash
