@@ -64,9 +64,9 @@ def check(seeds: int) -> dict:
     return dict(tokens=compared, too_close_to_tell=close, largest_relative_error_of_weights=worst)
 
 
-def candidates(E: int, H: int) -> list[RouterConfig]:
+def candidates(T: int, E: int, H: int) -> list[RouterConfig]:
     """The heuristic first, then other clusters, experts per warp and unrolls."""
-    found = [RouterConfig.heuristic(E, H, 2)]
+    found = [RouterConfig.heuristic(T, E, H, 2)]
     for cluster, rows, in_flight in itertools.product((16, 8), (1, 2), (8, 14)):
         warpgroups, steps = E // (4 * cluster * rows), math.ceil(H / 256)
         if 1 <= warpgroups <= 8:
@@ -92,7 +92,7 @@ def time_shape(E: int, H: int, K: int, options) -> list[dict]:
         x = jax.random.normal(jax.random.key(T), (T, H), jnp.bfloat16)
         layers = list(zip(windows, [x] * len(windows), weights, strict=True))
         sweep = options.sweep and T in (min(options.tokens), max(options.tokens))
-        for config in candidates(E, H) if sweep else candidates(E, H)[:1]:
+        for config in candidates(T, E, H) if sweep else candidates(T, E, H)[:1]:
             jobs["cold", T, config] = cold(functools.partial(moe_router, k=K, config=config)), layers
         jobs["warm", T, None] = functools.partial(moe_router, k=K), [(x, weights[0])] * options.layers
         jobs["xla", T, None] = cold(functools.partial(route_xla, k=K)), layers

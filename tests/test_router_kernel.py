@@ -6,6 +6,7 @@ memory there, and only tests/test_gpu_router.py runs it as it is on a GPU.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -158,8 +159,8 @@ def test_no_tokens():
 
 def test_the_heuristic_fits_every_size_that_is_not_refused():
     for experts in range(8, 513, 8):
-        for hidden in (256, 352, 2880, 7168):
-            config = RouterConfig.heuristic(experts, hidden, 2)
+        for hidden, tokens in itertools.product((256, 352, 2880, 7168), (1, 8, 40)):
+            config = RouterConfig.heuristic(tokens, experts, hidden, 2)
             assert 2 <= config.cluster <= 16 and config.warpgroups <= 5 and config.unroll >= 1
             assert (1 <= config.rows(experts) <= 4) is (refusal(experts, hidden, 2) == "")
     for experts in (4, 60, 100):  # one CTA alone could hold them, but has no cluster

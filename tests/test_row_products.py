@@ -86,6 +86,7 @@ def test_gate_up(machines, format, H, I, config, biased, activation, dtype):
 
 @pytest.mark.parametrize(("format", "H", "I", "config", "dtype"), [
     ("mxfp8", 64, 576, (2, 1, 4, 2), jnp.float32),
+    ("mxfp8", 32, 512, (2, 1, 16, 2), jnp.float32),
     ("mxfp4", 96, 320, (1, 2, 8, 1), jnp.bfloat16),
     ("fp8_block128", 128, 640, (1, 1, 4, 1), jnp.float16),
 ])

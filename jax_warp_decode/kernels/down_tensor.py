@@ -42,7 +42,7 @@ class DownTensorConfig:
     Attributes:
       tiles: output dimensions of a CTA, in sixteens; they share the loads of h.
       unroll: groups of 256 columns (128 if h is float32) whose loads are issued together.
-      warps: 4 or 8.
+      warps: 4, 8 or 16.
       parts: that a slot's rows are cut into.
     """
 
@@ -54,19 +54,25 @@ class DownTensorConfig:
     @classmethod
     def heuristic(cls, T: int, K: int, H: int, I: int, format: str) -> "DownTensorConfig | None":
         """Where it beats `DownConfig` or lets h be float32 at its speed, or None."""
-        # Two tiles share the loads of h, once there are CTAs enough without (bench/NOTES.md).
-        config = cls(tiles=1 if T * H < 8192 else 2, unroll=1, warps=8, parts=-(-8 // K))
-        if not checks.fits(config, H, I, K, format):
-            return None
         split = jnp.float32 in checks.h_dtypes(format)  # then `warp_decode.intermediate_dtype` takes it
-        values, factors = config.walk(I, format, split).shared(K)
-        return config if 2 * values + 4 * factors <= (MOST_SPLIT if split else MOST_SHARED) else None
+        # Two tiles share the loads of h, once there are CTAs enough without. More warps pay while an SM has one CTA or
+        # two (bench/NOTES.md).
+        sizes = [(1 if T * H < 8192 else 2, 8)]
+        if split and T * H < 8192:
+            sizes.insert(0, (1 if T * H < 4096 else 2, 16))
+        for tiles, warps in sizes:
+            config = cls(tiles, unroll=1, warps=warps, parts=-(-warps // K))
+            if checks.fits(config, H, I, K, format):
+                values, factors = config.walk(I, format, split).shared(K)
+                if 2 * values + 4 * factors <= (MOST_SPLIT if split else MOST_SHARED):
+                    return config
+        return None
 
     def check(self, H: int, I: int, K: int, format: str) -> None:
         """Raises `ArgumentError` if it does not fit."""
-        if min(self.tiles, self.unroll, self.parts) < 1 or self.warps not in (4, 8) or K > MOST_SLOTS:
-            raise ArgumentError(f"config: got {self} with K = {K}, expected positive numbers, 4 or 8 warps and at most "
-                                f"{MOST_SLOTS} slots")
+        if min(self.tiles, self.unroll, self.parts) < 1 or self.warps not in (4, 8, 16) or K > MOST_SLOTS:
+            raise ArgumentError(f"config: got {self} with K = {K}, expected positive numbers, 4, 8 or 16 warps and at "
+                                f"most {MOST_SLOTS} slots")
         row_products.check(self, format, I, H, ROWS * self.tiles, lambda: self.walk(I, format, split=True).shared(K))
 
     def walk(self, I: int, format: str, split: bool) -> Walk:

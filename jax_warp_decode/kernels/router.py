@@ -39,6 +39,8 @@ FORMATS = {2: "bf16", 4: "f32"}  # of the weight, by its bytes per value
 MAX_EXPERTS, MAX_K = 512, 32
 CLUSTERS = (1, 2, 4, 8, 16)  # CTAs; CUDA promises 8 on every GPU that has clusters, Hopper and Blackwell have 16
 MAX_WARPGROUPS = 8  # 1024 threads
+# A cluster lies in one of the GPU's eight or so groups of SMs, so that not all of 16 CTAs for 8 tokens run at once.
+MOST_CTAS = 64
 MAX_ROWS = 4  # experts per warp; it compares each with all E logits in registers
 X_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 W_DTYPES = (*X_DTYPES, jnp.dtype(jnp.float32))
@@ -61,10 +63,17 @@ class RouterConfig:
     unroll: int
 
     @classmethod
-    def heuristic(cls, E: int, H: int, itemsize: int, normed: bool = False) -> "RouterConfig":
-        """The most CTAs that leave a warp at most two experts, then the most warpgroups up to five."""
+    def heuristic(cls, T: int, E: int, H: int, itemsize: int, normed: bool = False) -> "RouterConfig":
+        """At most two experts a warp, clusters that all run at once, then the most CTAs of at least two warpgroups."""
+
+        def cost(pair):
+            cluster, warpgroups = pair
+            rows = E // (WARPS * cluster * warpgroups)
+            return (cluster < 2, rows > MAX_ROWS, rows > 2, T * cluster > MOST_CTAS, -cluster, warpgroups < 2,
+                    warpgroups if rows <= 2 else rows)
+
         pairs = [(c, g) for c in CLUSTERS for g in range(1, 6) if E % (WARPS * c * g) == 0]
-        cluster, warpgroups = min(pairs, key=lambda pair: (E > 2 * WARPS * math.prod(pair), -pair[0], -pair[1]))
+        cluster, warpgroups = min(pairs, key=cost)
         rows = E // (WARPS * cluster * warpgroups)
         # A norm holds x and its gain beside the weights: half as many steps where a thread has 128 registers or less.
         in_flight = 4 if normed and warpgroups > 2 else 8 // rows
@@ -331,7 +340,8 @@ def _run(x, gain, eps, w_router, k, renormalize, config, interpret) -> tuple[jax
     if refused := refusal(E, H, itemsize):
         raise UnsupportedError(f"w_router: {refused}; {WAY_OUT}")
     if config is None:  # the interpreter runs every warpgroup in a thread, and stands still if the CPU has too few
-        config = RouterConfig(1, 1, unroll=1) if interpret else RouterConfig.heuristic(E, H, itemsize, gain is not None)
+        config = RouterConfig(1, 1, unroll=1) if interpret else RouterConfig.heuristic(
+            T, E, H, itemsize, gain is not None)
     if not isinstance(config, RouterConfig):
         raise ArgumentError(f"config: got {type(config).__name__}, expected RouterConfig or None")
     # Without a cluster the stores into other CTAs' memory are an illegal instruction, also where the CTA is its own.
@@ -357,7 +367,7 @@ def refusal(E: int, H: int, itemsize: int) -> str:
         return f"got E = {E}, expected a multiple of {2 * WARPS} up to {MAX_EXPERTS}"
     if H % LANES or H < least:
         return f"got H = {H}, expected a multiple of {LANES} of at least {least}"
-    if RouterConfig.heuristic(E, H, itemsize).rows(E) > MAX_ROWS:
+    if RouterConfig.heuristic(1, E, H, itemsize).rows(E) > MAX_ROWS:
         return f"got E = {E}, which does not spread evenly over a cluster, expected a multiple of 8, better of 64"
     return ""
 
