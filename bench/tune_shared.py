@@ -39,7 +39,8 @@ from jax_warp_decode.paths import shared_decode
 from jax_warp_decode.presets import PRESETS, get_preset
 
 KERNELS = {"gate_up": 2, "down": 1}  # matrices that meet in an item
-TOLERANCE = {"gate_up": 1e-4, "down": 1e-4, "layer": 5e-3}  # relative L2 error; the layer rounds y, and h, too
+# Relative L2 error; down rounds h to float16 for MX formats, the layer rounds y, too.
+TOLERANCE = {"gate_up": 1e-4, "down": 5e-4, "layer": 5e-3}
 SHARE = {"gate_up": 2 / 3, "down": 1 / 3, "layer": 1}  # of the weights
 READ_US, READ_TBPS = 1.48, 4.70  # a kernel that only reads: fixed microseconds and TB/s (bench/NOTES.md)
 MOST_STAGES = 12

@@ -146,8 +146,8 @@ class Costs:
 
 # By weight format; another one takes those of the format with the nearest bits per value.
 COSTS = {
-    "bf16": Costs((0.36, 0.52), 1.06, {"warp_decode": 12e6, "shared_decode": 41e6, "expert_centric": 92e6}),
-    "mxfp8": Costs((0.5, 0.55), 1.72, {"warp_decode": 17e6, "shared_decode": 41e6, "expert_centric": 23e6})}
+    "bf16": Costs((0.36, 0.52), 1.08, {"warp_decode": 12e6, "shared_decode": 41e6, "expert_centric": 92e6}),
+    "mxfp8": Costs((0.5, 0.55), 1.76, {"warp_decode": 17e6, "shared_decode": 41e6, "expert_centric": 23e6})}
 # Of formats that are not in it: a margin for `shared_decode`, which was never timed with them, and the cost of a value
 # for `expert_centric`, which widens all experts in every call (1.5 ms for 604e6 values, `bench.decode`).
 UNTIMED = 1.5
