@@ -130,6 +130,8 @@ def tensor_cases():
     w, w_down = _weight("mxfp4", E, I, H), _weight("mxfp8", E, H, I)
     yield "gate_up-mxfp4-tensor", gate_up, (x, ids, w, w), limits
     yield "down-mxfp8-tensor", down, (h, ids, weights, w_down), limits
+    wide = functools.partial(moe_down_3d_batched, config=DownTensorConfig(2, 1, 16, 2))
+    yield "down-mxfp8-tensor-16-warps", wide, (h, ids, weights, w_down), dict(limits, max_registers=128)
 
 
 def activation_cases():

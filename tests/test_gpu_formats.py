@@ -105,7 +105,8 @@ def test_every_format_and_shape(format, shape):
 def test_tensor_cores(format, shape):
     experts = make(shape, format)
     x = jax.random.normal(jax.random.key(1), (3, experts.hidden), jnp.bfloat16)
-    for gate_up, down in (((1, 1), (1, 1, 8, 1)), ((2, 1), (2, 1, 4, 2)), ((1, 2), (1, 2, 8, 3))):
+    for gate_up, down in (((1, 1), (1, 1, 8, 1)), ((2, 1), (2, 1, 4, 2)), ((1, 2), (1, 2, 8, 3)),
+                          ((1, 1), (1, 1, 16, 2))):
         gate_up, down = GateUpTensorConfig(*gate_up), DownTensorConfig(*down)
         try:
             gate_up.check(experts.hidden, experts.intermediate, experts.num_experts, format)

@@ -169,6 +169,15 @@ def test_the_heuristic_fits_every_size_that_is_not_refused():
         assert refusal(experts, 2048, 2) == ""
 
 
+@pytest.mark.parametrize("tokens, experts, cluster, warpgroups", [
+    (1, 128, 16, 2), (4, 128, 16, 2), (8, 128, 8, 2), (40, 128, 8, 2), (1, 256, 16, 2), (8, 256, 8, 4), (8, 512, 16, 4),
+    (1, 64, 16, 1)])
+def test_eight_tokens_take_clusters_of_eight(tokens, experts, cluster, warpgroups):
+    """As bench/results/router.json has it; with more experts a warp would have more than two."""
+    config = RouterConfig.heuristic(tokens, experts, 2048, 2)
+    assert (config.cluster, config.warpgroups) == (cluster, warpgroups)
+
+
 @pytest.mark.parametrize("gain, words", [
     (jnp.ones(128, jnp.bfloat16), r"got bfloat16 \(128,\), expected \[H\] = \[256\]"),
     (jnp.ones(256, jnp.int8), "got int8"), ([1.0], "got list"), (None, "got NoneType")])

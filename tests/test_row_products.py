@@ -186,3 +186,12 @@ def test_tensor_cores_are_the_rule_where_they_win(format, T, I, gate_up, down, h
         assert type(tuning.rule_of_thumb(kinds, **sizes)) is kind
         assert type(tuning.find(kernel, kinds, None, interpret=True, **sizes).config) is kinds[0]
     assert jnp.dtype(warp_decode.intermediate_dtype(experts, T, 8)).name == h
+
+
+@pytest.mark.parametrize(("T", "H", "I", "config"), [
+    (1, 2048, 768, (1, 1, 16, 2)), (2, 2048, 768, (2, 1, 16, 2)), (4, 2048, 768, (2, 1, 8, 1)),
+    (1, 2048, 640, (1, 1, 8, 1)),  # five groups of columns in two parts
+    (1, 2816, 704, (1, 1, 8, 1)), (1, 128, 64, (1, 1, 8, 1)),  # more CTAs than SMs, and fewer
+])
+def test_sixteen_warps_are_the_rule_where_every_multiprocessor_has_one_cta(T, H, I, config):
+    assert DownTensorConfig.heuristic(T, 8, H, I, "mxfp8") == DownTensorConfig(*config)

@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from jax_warp_decode.device import H200_SMS
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.gradients import without_gradient
 from jax_warp_decode.kernels import checks, row_activations, row_products, simt, tile
@@ -55,18 +56,22 @@ class DownTensorConfig:
     def heuristic(cls, T: int, K: int, H: int, I: int, format: str) -> "DownTensorConfig | None":
         """Where it beats `DownConfig` or lets h be float32 at its speed, or None."""
         split = jnp.float32 in checks.h_dtypes(format)  # then `warp_decode.intermediate_dtype` takes it
-        # Two tiles share the loads of h, once there are CTAs enough without. More warps pay while an SM has one CTA or
-        # two (bench/NOTES.md).
-        sizes = [(1 if T * H < 8192 else 2, 8)]
-        if split and T * H < 8192:
-            sizes.insert(0, (1 if T * H < 4096 else 2, 16))
-        for tiles, warps in sizes:
+        def affordable(tiles, warps, may_pad):
             config = cls(tiles, unroll=1, warps=warps, parts=-(-warps // K))
-            if checks.fits(config, H, I, K, format):
-                values, factors = config.walk(I, format, split).shared(K)
-                if 2 * values + 4 * factors <= (MOST_SPLIT if split else MOST_SHARED):
-                    return config
-        return None
+            if not checks.fits(config, H, I, K, format):
+                return None
+            walk = config.walk(I, format, split)
+            values, factors = walk.shared(K)
+            small = 2 * values + 4 * factors <= (MOST_SPLIT if split else MOST_SHARED)
+            return config if small and (may_pad or walk.padded == walk.cols) else None
+
+        # Where every SM has one CTA, twice the warps shorten its chain of loads, unless they would multiply zeros. Two
+        # tiles share the loads of h, once there are CTAs enough without. Both: "Fourth round" in bench/NOTES.md.
+        one_each = range(3 * H200_SMS // 4, H200_SMS + 1)
+        for tiles in (1, 2) if split else ():
+            if T * H // (ROWS * tiles) in one_each and (config := affordable(tiles, 16, may_pad=False)):
+                return config
+        return affordable(1 if T * H < 8192 else 2, 8, may_pad=True)
 
     def check(self, H: int, I: int, K: int, format: str) -> None:
         """Raises `ArgumentError` if it does not fit."""

@@ -39,8 +39,7 @@ FORMATS = {2: "bf16", 4: "f32"}  # of the weight, by its bytes per value
 MAX_EXPERTS, MAX_K = 512, 32
 CLUSTERS = (1, 2, 4, 8, 16)  # CTAs; CUDA promises 8 on every GPU that has clusters, Hopper and Blackwell have 16
 MAX_WARPGROUPS = 8  # 1024 threads
-# A cluster lies in one of the GPU's eight or so groups of SMs, so that not all of 16 CTAs for 8 tokens run at once.
-MOST_CTAS = 64
+MOST_CTAS = 64  # of all tokens together, if smaller clusters can do it: 8 tokens are faster on clusters of 8 than of 16
 MAX_ROWS = 4  # experts per warp; it compares each with all E logits in registers
 X_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 W_DTYPES = (*X_DTYPES, jnp.dtype(jnp.float32))
@@ -64,13 +63,19 @@ class RouterConfig:
 
     @classmethod
     def heuristic(cls, T: int, E: int, H: int, itemsize: int, normed: bool = False) -> "RouterConfig":
-        """At most two experts a warp, clusters that all run at once, then the most CTAs of at least two warpgroups."""
+        """What was fastest on an H200 for 1 to 8 tokens (bench/results/router.json), and its like for other sizes."""
 
         def cost(pair):
             cluster, warpgroups = pair
             rows = E // (WARPS * cluster * warpgroups)
-            return (cluster < 2, rows > MAX_ROWS, rows > 2, T * cluster > MOST_CTAS, -cluster, warpgroups < 2,
-                    warpgroups if rows <= 2 else rows)
+            return (
+                cluster < 2,  # for the interpreter
+                rows > MAX_ROWS,  # refused
+                rows > 2,
+                min(T, 8) * cluster > MOST_CTAS,
+                -cluster,  # the most CTAs
+                warpgroups < 2,
+                warpgroups if rows <= 2 else rows)  # then the fewest warps, or the fewest experts of each
 
         pairs = [(c, g) for c in CLUSTERS for g in range(1, 6) if E % (WARPS * c * g) == 0]
         cluster, warpgroups = min(pairs, key=cost)
@@ -274,7 +279,7 @@ def moe_router(
 
     Raises:
       ArgumentError: wrong rank, shape or dtype, k out of range, or a config that does not fit.
-      UnsupportedError: E or H that the kernel cannot spread over a cluster. It takes E in multiples of 4 up to 512 that
+      UnsupportedError: E or H that the kernel cannot spread over a cluster. It takes E in multiples of 8 up to 512 that
         divide evenly enough, and H in multiples of 32 from one step of a warp (256, or 128 with float32 weights).
 
     Example:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_warp_decode.device import HOPPER, capability
+from jax_warp_decode.device import H200_SMS, HOPPER, capability
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import Weight
 from jax_warp_decode.formats import QuantizedArray
@@ -25,7 +25,6 @@ TILE = 64  # columns of a bfloat16 tile with 128-byte swizzle
 SHARED_BYTES = 228 * 1024  # of an SM
 RESERVED_BYTES = 2048  # per CTA: one KiB of the driver's, one for barriers
 ALIGNMENT = 1024  # of every buffer
-H200_SMS = 132
 MOST_LINES = 256  # of a TMA copy
 MOST_BARRIERS = 32  # of one array of them, in Mosaic
 BLOCK128 = "fp8_block128"

@@ -59,4 +59,5 @@ def _tensor_sizes(kernel: str, K: int):
     shapes = ((1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4))
     if kernel == "moe_gate_up":
         return shapes
-    return [(*shape, warps, -(-warps // K)) for shape in shapes for warps in (8, 16, 4)]
+    sizes = [(*shape, warps) for shape in shapes for warps in (8, 4)] + [(1, 1, 16), (2, 1, 16)]
+    return [(tiles, unroll, warps, -(-warps // K)) for tiles, unroll, warps in sizes]
