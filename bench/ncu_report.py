@@ -16,6 +16,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -24,8 +25,7 @@ from bench.report import Report, device_name, metadata
 
 SECTIONS = ("SpeedOfLight", "Occupancy", "WarpStateStats", "LaunchStats", "MemoryWorkloadAnalysis", "SchedulerStats")
 METRICS = {
-    "us": "gpu__time_duration.sum",
-    "dram_percent": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "time": "gpu__time_duration.sum",
     "dram_bytes_per_second": "dram__bytes.sum.per_second",
     "l2_percent": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
     "l2_hit_percent": "lts__t_sector_hit_rate.pct",
@@ -76,15 +76,16 @@ def run_ncu(options, format: str, batch: int, seconds: float) -> tuple[str, str]
                *(f"--section={s}" for s in SECTIONS), sys.executable, "-m", "bench.ncu_report", "--child",
                "--model", options.model, "--format", format, "--batch", str(batch)]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=None if math.isinf(seconds) else seconds,
-            env=os.environ | SMALL)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                   env=os.environ | SMALL, start_new_session=True)
     except OSError as error:
         raise SystemExit(f"ncu: {error}; it comes with the CUDA toolkit") from None
-    except subprocess.TimeoutExpired as stopped:
-        out, err = ((s or b"").decode() for s in (stopped.stdout, stopped.stderr))
+    try:
+        return process.communicate(timeout=None if math.isinf(seconds) else seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # ncu and the program under it
+        out, err = process.communicate()
         return out, f"{err} ended after {seconds:.0f} s"
-    return done.stdout, done.stderr
 
 
 def read_table(text: str, format: str, batch: int) -> list[dict]:
@@ -120,12 +121,17 @@ def main(argv=None) -> int:
         return 0
     results, missing, end = [], [], time.monotonic() + (options.seconds or float("inf"))
     for format, batch in itertools.product(options.format, options.batch):
-        out, err = run_ncu(options, format, batch, max(1.0, end - time.monotonic()))
+        missing.append(f"{format} B={batch}")
+        if (left := end - time.monotonic()) <= 0:
+            continue
+        out, err = run_ncu(options, format, batch, left)
         try:
             results += read_table(out, format, batch)
+            missing.pop()
         except (ValueError, KeyError) as error:
             print(f"{format} B={batch}: ncu told nothing that can be read ({error}): {out[-1000:]}{err[-1000:]}")
-            missing.append(f"{format} B={batch}")
+    if not results:
+        raise SystemExit("ncu told nothing that can be read")
     report = Report(options.out / f"ncu-{options.model}.json", metadata("ncu_report", device_name()))
     report.add(*results)
     report.cut(*missing)

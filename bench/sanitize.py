@@ -3,12 +3,11 @@
     python -m bench.sanitize --out bench/results [--seconds 170] [--tool memcheck ...] [--filter NAME] [--processes 4]
 
 Each tool watches processes of its own with the same cases (bench.sanitize_cases), all side by side on one GPU; the
-processes of a tool take turns in the cases, most of whose time is compiling. Every buffer is an allocation of its own
-there, with space behind it, so that memcheck sees a read beyond any of them, and the results are compared with the
-float64 oracle, so that a case which computed nothing cannot pass. A case that ends its process, or takes long, has
-another try as the first of a new process, which also goes on with the next ones; the report names it, and a second time
-is a failure. One more process of a tool runs a kernel with a planted fault which that tool must find (synccheck: none);
-for memcheck, a read just behind a buffer.
+processes of a tool take turns in the cases, most of whose time is compiling. Memcheck sees a read beyond any buffer,
+see ALLOCATOR, and the results are compared with the float64 oracle, so that a case which computed nothing cannot pass.
+A case that ends its process, or takes long, has another try as the first of a new process, which also goes on with the
+next ones; the report names it, and a second time is a failure. One more process of a tool runs a kernel with a planted
+fault which that tool must find (synccheck: none); for memcheck, a read just behind a buffer.
 
 initcheck leaves out kernels whose name contains "fusion", XLA's, see XLA_FUSIONS.
 
@@ -183,7 +182,7 @@ class Share:
                    "--print-limit", str(MOST_PRINTED), "--show-backtrace", "no"]
         if self.tool == "memcheck":  # jax asks the driver for functions that it may not have
             command += ["--report-api-errors", "no", "--padding", str(PADDING)]
-        command += [*self.options.more, *OPTIONS.get(self.tool, ())]
+        command += [*self.options.more, *self.options.of_tools.get(self.tool, ())]
         if self.tool == "initcheck":
             command += self.options.exclude
         command += [sys.executable, "-m", "bench.sanitize", "--child", "--tool", self.tool, "--seconds", str(left),
@@ -253,9 +252,8 @@ def collect(tool, folder, codes) -> dict:
         problems += [f"{name}: ended its process{said}" for name in ends if not (name == "planted" and planted)]
         if lost := unfinished(records):
             problems.append(f"process {n} ended before {', '.join(lost)}{said}")
-    if "planted" in cases:
-        if not any(kernel.startswith(f"planted_{tool}") for kernel in planted):
-            problems.append("the planted fault was not found")
+    if "planted" in cases and not any(kernel.startswith(f"planted_{tool}") for kernel in planted):
+        problems.append("the planted fault was not found")
     return dict(
         tool=tool, exit_codes=codes, findings_by_place=count, problems=problems, findings=findings[:200],
         cases_run=sum(r["outcome"] == "ok" for r in cases.values()), cases=list(cases.values()),
@@ -289,6 +287,7 @@ def main(arguments=None) -> int:
     version = ask("--version").splitlines()[-1:]
     known = ask("--help")  # older tools lack these
     options.more = ["--check-tensor-ops", "yes"] if "--check-tensor-ops" in known else []
+    options.of_tools = {tool: words for tool, words in OPTIONS.items() if words[0] in known}
     options.exclude = ["--kernel-name-exclude", f"regex={XLA_FUSIONS}"] if "--kernel-name-exclude" in known else []
     _, most = resource.getrlimit(resource.RLIMIT_STACK)
     resource.setrlimit(resource.RLIMIT_STACK, (STACK if most == resource.RLIM_INFINITY else min(STACK, most), most))
@@ -309,7 +308,8 @@ def main(arguments=None) -> int:
     report = dict(
         meta=dict(command="python -m bench.sanitize --out OUT", commit=commit(),
                   sanitizer=version, seconds=round(time.monotonic() - begin, 1),
-                  options=options.more, options_of_tools=OPTIONS, allocators=ALLOCATOR, environment=SAME_PLACE),
+                  options=options.more, options_of_tools=options.of_tools, allocators=ALLOCATOR,
+                  environment=SAME_PLACE),
         tools=reports)
     replace_text(options.out / "sanitize.json", json.dumps(report, indent=1) + "\n")
     for r in reports:

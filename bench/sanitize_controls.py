@@ -23,7 +23,7 @@ def _load(ref, vector=1):
 def written_by_tma():
     """A control of initcheck: whether it knows what TMA stores from a tile. It has no fault, and is right.
 
-    A tile of which 128 threads read two words each: of one launch initcheck records 256 findings, and drops the others.
+    A tile that 128 threads read in two loads each: of one launch initcheck records 256 findings, and drops the others.
     """
     import jax
     import jax.numpy as jnp

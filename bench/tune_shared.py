@@ -39,8 +39,8 @@ from jax_warp_decode.paths import shared_decode
 from jax_warp_decode.presets import PRESETS, get_preset
 
 KERNELS = {"gate_up": 2, "down": 1}  # matrices that meet in an item
-# Relative L2 error; down rounds h to float16 for MX formats, the layer rounds y, too.
-TOLERANCE = {"gate_up": 1e-4, "down": 5e-4, "layer": 5e-3}
+TOLERANCE = {"gate_up": 1e-4, "down": 1e-4, "layer": 5e-3}  # relative L2 error; the layer rounds y, and h, too
+ROUNDED = 5e-4  # of down with quantised weights, which rounds h to float16, by up to 2^-11
 SHARE = {"gate_up": 2 / 3, "down": 1 / 3, "layer": 1}  # of the weights
 READ_US, READ_TBPS = 1.48, 4.70  # a kernel that only reads: fixed microseconds and TB/s (bench/NOTES.md)
 MOST_STAGES = 12
@@ -158,7 +158,8 @@ class Bench:
             read = self.unique * SHARE[data]
             row = dict(model=self.preset.name, format=self.format, batch=self.batch, kernel=kernel,
                        config=short(config), floor_us=READ_US + read / READ_TBPS / 1e6, unique_bytes=read)
-            check = (lambda outputs: {}) if part else compare([self.want[data]], TOLERANCE[data])
+            tolerance = ROUNDED if data == "down" and self.format != "bf16" else TOLERANCE[data]
+            check = (lambda outputs: {}) if part else compare([self.want[data]], tolerance)
             found.append(Variant(row, self.function(kernel, config), self.layers[data], check))
         return found
 

@@ -187,7 +187,7 @@ def test_ncu_tables_name_their_cases():
         '"ID","Kernel Name","gpu__time_duration.sum","smsp__average_warps_issue_stalled_wait_per_issue_active.ratio"',
         '"","","us","inst"', '"0","moe_gate_up","9.5","1,234.5"', '"1","moe_down","5.5","2"'))
     up, down = ncu_report.read_table(text, "bf16", 1)
-    assert (up["kernel"], up["batch"], up["us"]) == ("moe_gate_up", 1, dict(value=9.5, unit="us"))
+    assert (up["kernel"], up["batch"], up["time"]) == ("moe_gate_up", 1, dict(value=9.5, unit="us"))
     assert down["stalled_warps_per_issue"] == dict(wait=2.0)
     with pytest.raises(ValueError, match="3 kernels are a layer of shared_decode, found 2"):
         ncu_report.read_table(text, "bf16", 32)
@@ -204,4 +204,5 @@ def test_auto_is_within_three_percent_of_the_fastest_that_was_measured():
         choices.setdefault(f"{model} {format}", {})[batch] = choose(
             batch, experts, experts_per_token=preset.experts_per_token, x_dtype=jnp.bfloat16, interpret=True).strategy
     slower = crossovers.slower(rows, choices)
-    assert len(slower) == 47 and max(place["ratio"] for place in slower) <= crossovers.GOAL, slower
+    assert len(slower) == 47  # 36 of the newest run, and 11 that only the first one had
+    assert max(place["ratio"] for place in slower) <= crossovers.GOAL, slower
