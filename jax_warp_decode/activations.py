@@ -179,6 +179,6 @@ def get_activation(activation: str | Activation) -> Activation:
     """
     if isinstance(activation, Activation):
         return activation
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ArgumentError(f"activation: got {activation!r}, expected one of {sorted(ACTIVATIONS)} or an Activation")
     return ACTIVATIONS[activation]

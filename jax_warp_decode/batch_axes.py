@@ -3,9 +3,32 @@
 import math
 
 import jax
+import jax.numpy as jnp
 
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.routing import Routing, float32_weights, int32_ids
+
+
+def as_array(x, hidden: int | None = None) -> jax.Array:
+    """x as a floating array [..., H], with H = `hidden` if that is given.
+
+    Raises:
+      ArgumentError: it is none.
+
+    Example:
+      >>> from jax_warp_decode.batch_axes import as_array
+      >>> as_array([[1.0, 2.0]], hidden=2).shape
+      (1, 2)
+    """
+    expected = "a floating array [..., H]" + (f" with H = {hidden}" if hidden else "")
+    try:
+        array = jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise ArgumentError(f"x: got {type(x).__name__}, expected {expected}") from None
+    if (array.ndim < 1 or not jnp.issubdtype(array.dtype, jnp.floating)
+            or hidden is not None and array.shape[-1] != hidden):
+        raise ArgumentError(f"x: got {array.dtype}{list(array.shape)}, expected {expected}")
+    return array
 
 
 def check_numbers(x: jax.Array, routing: Routing, strategy: str) -> None:
@@ -14,7 +37,8 @@ def check_numbers(x: jax.Array, routing: Routing, strategy: str) -> None:
     Raises:
       UnsupportedError: with the way out.
     """
-    if strategy != "reference" and not all(isinstance(size, int) for size in (*x.shape, *routing.ids.shape)):
+    sizes = *x.shape, *getattr(routing.ids, "shape", ())  # a list has none, and no symbols
+    if strategy != "reference" and not all(isinstance(size, int) for size in sizes):
         raise UnsupportedError(f"x: got the symbolic shape {x.shape}, expected numbers, as kernels and their choice "
                                "depend on them; export once for every batch size, or take strategy='reference'")
 
@@ -33,8 +57,6 @@ def merge(x: jax.Array, routing: Routing) -> tuple[jax.Array, Routing]:
       >>> x.shape, routing.ids.shape
       ((6, 64), (6, 4))
     """
-    if x.ndim < 1:
-        raise ArgumentError("x: got a scalar, expected [..., H]")
     ids, weights = int32_ids(routing.ids), float32_weights(routing.weights)
     leading = x.shape[:-1]
     for name, a in (("ids", ids), ("weights", weights)):

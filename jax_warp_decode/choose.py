@@ -36,8 +36,8 @@ class Choice:
 def no_gpu_reason() -> str:
     """Why the decode kernels cannot run on the default device, or an empty string."""
     if not capability():
-        return (f"JAX sees no NVIDIA GPU (backend {jax.default_backend()!r}); install the CUDA build, "
-                "pip install 'jax-warp-decode[cuda12]' or [cuda13]")
+        return (f"JAX sees no NVIDIA GPU (backend {jax.default_backend()!r}); install JAX's CUDA build, "
+                "pip install 'jax[cuda12]' or 'jax[cuda13]'")
     if capability() not in CAPABILITIES:
         return (f"the GPU has compute capability {capability()}, the kernels need one of {', '.join(CAPABILITIES)} "
                 "(Hopper or data-centre Blackwell)")
@@ -216,7 +216,7 @@ def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
       >>> choose(1, ExpertWeights(w, w, w), experts_per_token=2, x_dtype=jnp.bfloat16, interpret=True)
       Choice(strategy='warp_decode', reason='1 tokens x 2 slots on 8 experts: 0.25 pairs per expert')
     """
-    if strategy not in ("auto", *STRATEGIES):
+    if not isinstance(strategy, str) or strategy not in ("auto", *STRATEGIES):
         raise ArgumentError(f"strategy: got {strategy!r}, expected 'auto' or one of {list(STRATEGIES)}")
 
     @functools.cache  # `auto` asks for the same name more than once

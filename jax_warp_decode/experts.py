@@ -144,7 +144,9 @@ class ExpertWeights:
             if name not in named:
                 raise ArgumentError(f"experts.{name}: got None, expected an array; only w_gate may be None")
         for name, w in named.items():
-            if not isinstance(w, QuantizedArray) and not hasattr(w, "dtype"):
+            if isinstance(w, QuantizedArray):
+                w.check_parts(f"experts.{name}")
+            elif not hasattr(w, "dtype"):
                 raise ArgumentError(f"experts.{name}: got {type(w).__name__}, expected a jax array or a QuantizedArray")
             if w.ndim not in (3, 4):
                 axes = "E, H, I" if name == "w_down" else "E, I, H"
@@ -186,3 +188,17 @@ class ExpertWeights:
 
 def _present(experts, names):
     return {name: a for name in names if (a := getattr(experts, name)) is not None}
+
+
+def is_float(dtype) -> bool:
+    """Whether this names a floating dtype.
+
+    Example:
+      >>> from jax_warp_decode.experts import is_float
+      >>> is_float("bfloat16"), is_float("int8"), is_float("banana")
+      (True, False, False)
+    """
+    try:
+        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        return False

@@ -1,12 +1,14 @@
 """The op: check the arguments once, choose a strategy, run it."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_warp_decode import batch_axes, placement, varying
 from jax_warp_decode.activations import Activation, get_activation
-from jax_warp_decode.choose import TABLE, choose, no_gpu_reason
+from jax_warp_decode.choose import TABLE, Choice, choose, no_gpu_reason
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import DENSE_FORMATS, ExpertWeights
 from jax_warp_decode.kernels import checks
@@ -81,7 +83,7 @@ def moe(
 def apply(x, routing, experts, *, layer, activation, strategy, activation_format, out_dtype, interpret, whole,
           weight_on="output"):
     """`moe`, also for one device's share of the experts (`whole` False), which may be fewer than a token's slots."""
-    x = jnp.asarray(x)
+    x = batch_axes.as_array(x)
     if jnp.dtype(x.dtype) not in DENSE_FORMATS:
         raise ArgumentError(f"x: got dtype {x.dtype}, expected bfloat16, float16 or float32; cast x")
     if not isinstance(experts, ExpertWeights):
@@ -93,7 +95,7 @@ def apply(x, routing, experts, *, layer, activation, strategy, activation_format
         raise ArgumentError(f"layer: got {layer} with w_up {experts.w_up.shape}, expected an integer scalar with "
                             "stacked weights [L, E, I, H], and only then")
     layer = None if layer is None else check_layer(layer, experts.layers)
-    if x.ndim < 1 or x.shape[-1] != experts.hidden:
+    if x.shape[-1] != experts.hidden:
         raise ArgumentError(f"x: got shape {x.shape}, expected [..., {experts.hidden}] to match w_up "
                             f"{experts.w_up.shape}, H last")
     if activation_format not in ACTIVATION_FORMATS:
@@ -121,6 +123,8 @@ def apply(x, routing, experts, *, layer, activation, strategy, activation_format
         if not TABLE[strategy].decode or interpret or not no_gpu_reason():
             raise
         raise UnsupportedError(f"{error}; or pass interpret=True to run the kernels slowly on the CPU") from None
+    if slow := slow_choice(choice, strategy):
+        warnings.warn(slow, stacklevel=3)
     placement.check_explicit(x, routing, experts, follows=choice.strategy == "reference")
     path = TABLE[choice.strategy]
     if activation_format and not path.activation_format:
@@ -144,6 +148,13 @@ def apply(x, routing, experts, *, layer, activation, strategy, activation_format
         else:
             y = path.run(x, routing, experts, activation=act, out_dtype=out_dtype, **options)
     return varying.like(y, operands).reshape(shape)  # inside shard_map, JAX takes a kernel's result for replicated
+
+
+def slow_choice(choice: Choice, strategy: str) -> str:
+    """What to warn of, if "auto" found nothing but the float32 reference for a GPU; else an empty string."""
+    if strategy != "auto" or choice.strategy != "reference" or jax.default_backend() != "gpu":
+        return ""
+    return f"moe: strategy 'auto' takes 'reference', which is slow: {choice.reason}"
 
 
 def _weighted_rows(x, routing, num_experts, strategy):

@@ -71,6 +71,8 @@ GROUP_SCORES = {"top2": 2, "max": 1}
 
 def _static_integer(name: str, value, expected: str) -> int:
     try:
+        if isinstance(value, bool):
+            raise TypeError
         return operator.index(value)
     except TypeError:
         raise ArgumentError(f"{name}: got {value!r}, expected a static integer {expected}") from None

@@ -119,6 +119,9 @@ def route(
 
 def as_router(router: int | Router, renormalize: bool | None = None) -> Router:
     """The `Router` that the arguments of `route` mean."""
+    if isinstance(router, str):
+        raise ArgumentError(f"router: got {router!r}, expected a Router, such as Router(8, 'sigmoid') or a row of "
+                            "ROUTERS, or the number of experts per token")
     if not isinstance(router, Router):
         return Router(router, renormalize=renormalize is None or renormalize)
     if renormalize is not None:

@@ -438,6 +438,20 @@ def test_bad_input(x):
         layer(x)
 
 
+@pytest.mark.parametrize("change, words", [
+    (dict(hidden_size=64.0), "hidden_size: got 64.0, expected an integer"),
+    (dict(num_experts_per_token=True), "num_experts_per_token: got True, expected an integer"),
+    (dict(dtype=jnp.int8), "dtype: got .*int8.*, expected a floating dtype"),
+    (dict(param_dtype="banana"), "param_dtype: got 'banana', expected a floating dtype"),
+    (dict(rngs=None), "rngs: got NoneType, expected nnx.Rngs"),
+    (dict(strategy=["auto"]), "strategy: got .*'auto'"),
+    (dict(router="sigmoid"), "router: got 'sigmoid', expected a Router")])
+def test_arguments_of_the_wrong_kind_are_named(change, words):
+    arguments = dict(hidden_size=H, intermediate_size=I, num_experts=E, num_experts_per_token=K, rngs=nnx.Rngs(0))
+    with pytest.raises(ArgumentError, match=f"^{words}"):
+        MoE(**arguments | change)
+
+
 def test_experts_of_another_size_are_refused():
     layer = MoE(H, I, E, K, strategy="reference", rngs=nnx.Rngs(0))
     w = jnp.ones((E, H, H))

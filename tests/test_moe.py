@@ -14,7 +14,9 @@ from jax_warp_decode import (
     FORMATS,
     STRATEGIES,
     ArgumentError,
+    Choice,
     ExpertWeights,
+    QuantizedArray,
     Routing,
     UnsupportedError,
     available_strategies,
@@ -23,6 +25,7 @@ from jax_warp_decode import (
     quantize,
 )
 from jax_warp_decode.choose import TABLE, measured_format
+from jax_warp_decode.moe import slow_choice
 from jax_warp_decode.paths import warp_decode
 
 SMALL = dict(tokens=2, experts=4, hidden=128, intermediate=64, k=2)
@@ -323,7 +326,7 @@ def with_weights(**change):
 @pytest.mark.parametrize("change,words", [
     (lambda: dict(x=jnp.ones((1, 2, 128), jnp.bfloat16)), ["routing.ids", "(2, 2)", "(1, 2, K)", "reshape"]),
     (lambda: dict(x=jnp.ones((2, 64), jnp.bfloat16)), ["x", "(2, 64)", "128", "w_up"]),
-    (lambda: dict(x=jnp.ones((2, 128), jnp.int32)), ["x", "int32", "bfloat16"]),
+    (lambda: dict(x=jnp.ones((2, 128), jnp.int32)), ["x", "int32", "floating"]),
     (lambda: dict(routing=(1, 2)), ["routing", "tuple", "Routing"]),
     (lambda: dict(routing=Routing(jnp.ones((2, 2)), jnp.ones((2, 2)))), ["ids", "float32", "integer"]),
     (lambda: dict(routing=Routing(jnp.ones((3, 2), int), jnp.ones((3, 2)))), ["ids", "(3, 2)", "2"]),
@@ -344,6 +347,10 @@ def with_weights(**change):
     (lambda: dict(experts=with_weights(w_gate=None, b_gate=jnp.ones((4, 64))), activation="relu2"),
      ["b_gate", "w_gate"]),
     (lambda: dict(experts=with_weights(w_up=None)), ["w_up", "None", "only w_gate"]),
+    (lambda: dict(experts=with_weights(w_up=QuantizedArray(None, [1], "mxfp8"))), ["w_up"]),
+    (lambda: dict(out_dtype="banana"), ["out_dtype", "banana", "float32"]),
+    (lambda: dict(activation=["silu"]), ["activation", "silu", "gelu"]),
+    (lambda: dict(strategy=["auto"]), ["strategy", "auto", "warp_decode"]),
     (lambda: dict(weight_on="both"), ["weight_on", "both", "input"]),
     (lambda: dict(strategy="warp"), ["strategy", "warp", "warp_decode", "expert_centric"]),
     (lambda: dict(activation="swish"), ["activation", "swish", "silu"]),
@@ -358,6 +365,30 @@ def test_bad_arguments_are_named(change, words, jitted):
     with pytest.raises(ArgumentError) as caught:
         (jax.jit(call) if jitted and not isinstance(arguments["routing"], tuple) else call)(**arguments)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("x", [None, "abc", [[1.0], [1.0, 2.0]], jax.random.key(0), 1.0])
+def test_what_is_no_array_of_tokens_is_named(x):
+    with pytest.raises(ArgumentError, match="^x: got .*, expected a floating array"):
+        moe(x, good()["routing"], good()["experts"])
+
+
+def test_a_routing_may_be_nested_lists_and_nothing_else():
+    x, _, experts = good().values()
+    ids, weights = [[0, 1], [2, -1]], [[0.5, 0.5], [1.0, 9.0]]
+    want = moe(x, Routing(jnp.array(ids), jnp.array(weights)), experts)
+    np.testing.assert_array_equal(np.asarray(moe(x, Routing(ids, weights), experts)), np.asarray(want))
+    for bad in (None, "ab", 3):
+        with pytest.raises(ArgumentError, match="^routing.ids: got"):
+            moe(x, Routing(bad, weights), experts)
+
+
+def test_auto_warns_where_only_the_float32_reference_runs_on_a_gpu(monkeypatch):
+    slow = Choice("reference", "the GPU has compute capability 8.0")
+    assert not slow_choice(slow, "auto")  # no GPU
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert "takes 'reference', which is slow: the GPU has" in slow_choice(slow, "auto")
+    assert not slow_choice(slow, "reference") and not slow_choice(Choice("expert_centric", ""), "auto")
 
 
 def test_scales_of_the_wrong_shape_are_refused():
@@ -396,8 +427,12 @@ def test_stacked_layers_need_a_layer_and_only_they():
         moe(x, routing, stack)
     with pytest.raises(ArgumentError, match="layer: got 0"):
         moe(x, routing, experts, layer=0)
-    with pytest.raises(ArgumentError, match="layer: got 2, expected 0 <= layer < 2"):
-        moe(x, routing, stack, layer=2)
+    for layer in (2, -1, 2**32, -2**32, 2**70, np.int64(2**32), np.int64(2**31), np.uint64(2**63), np.array(2**32 + 1)):
+        with pytest.raises(ArgumentError, match=f"layer: got {layer}, expected 0 <= layer < 2"):  # never cut to 32 bits
+            moe(x, routing, stack, layer=layer)
+    for layer in ("0", 0.0, True, [0]):
+        with pytest.raises(ArgumentError, match="layer: got .*, expected an integer scalar"):
+            moe(x, routing, stack, layer=layer)
 
 
 def test_experts_without_a_gate_need_an_activation_without_one():

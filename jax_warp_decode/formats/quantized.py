@@ -193,9 +193,17 @@ class QuantizedArray:
                 f"together; dequantise it first to index further")
         return jax.tree.map(lambda a: jnp.asarray(a)[index], self)
 
+    def check_parts(self, name: str) -> None:
+        """Raises `ArgumentError`, its message starting with `name`, unless values and scales are arrays."""
+        for part in ("values", "scales", "global_scale"):
+            array = getattr(self, part)
+            if not hasattr(array, "dtype") and (array is not None or part != "global_scale"):
+                raise ArgumentError(f"{name}.{part}: got {type(array).__name__}, expected an array; see `quantize`")
+
     def check(self, name: str) -> None:
         """Raises `ArgumentError`, its message starting with `name`, unless format, dtypes and shapes fit together."""
         spec = find_format(self.format, name)
+        self.check_parts(name)
         wants = [("values", (spec.values_dtype,)), ("scales", spec.scales_dtypes)]
         if spec.global_scale and self.global_scale is not None:
             wants.append(("global_scale", (jnp.dtype(jnp.float32),)))

@@ -98,9 +98,13 @@ def _bias(name: str, b, want: tuple[int, ...], axes: str) -> None:
 
 def out_dtype(dtype) -> jnp.dtype:
     """The dtype of a result, or an error."""
-    if jnp.dtype(dtype) not in OUT_DTYPES:
-        raise ArgumentError(f"out_dtype: got {jnp.dtype(dtype)}, expected {', '.join(map(str, OUT_DTYPES))}")
-    return jnp.dtype(dtype)
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = dtype
+    if found not in OUT_DTYPES:
+        raise ArgumentError(f"out_dtype: got {found}, expected {', '.join(map(str, OUT_DTYPES))}")
+    return found
 
 
 def format_of(name: str, w: Weight) -> str:

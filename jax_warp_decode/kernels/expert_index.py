@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.experts import Weight
@@ -71,11 +72,16 @@ def take(refs: list, count: int) -> list:
 
 def check_layer(layer, layers: int) -> jax.Array:
     """`layer` as an int32 scalar; refuses other dtypes, other shapes and numbers known to lie outside [0, layers)."""
-    got = jnp.asarray(layer)
-    if got.ndim or not jnp.issubdtype(got.dtype, jnp.integer):
+    # NumPy looks at it first: without x64, jnp would drop the upper half of an int64 and make it a valid layer.
+    got = layer if isinstance(layer, jax.Array) else np.asarray(layer)
+    if isinstance(layer, int) and not isinstance(layer, bool):
+        known: int | None = layer  # of any size
+    elif got.ndim or not jnp.issubdtype(got.dtype, jnp.integer):
         raise ArgumentError(f"layer: got {got.dtype} {got.shape}, expected an integer scalar")
-    known = None if isinstance(got, jax.core.Tracer) else int(got)
-    if known is not None and not 0 <= known < layers:
+    else:
+        known = None if isinstance(got, jax.core.Tracer) else int(got)
+    if known is None:  # a traced number that does not fit int32 must stay outside the range
+        return jnp.asarray(jnp.clip(got, -1, layers) if got.dtype.itemsize > 4 else got, jnp.int32)
+    if not 0 <= known < layers:
         raise ArgumentError(f"layer: got {known}, expected 0 <= layer < {layers}, the layers of the stacked weights")
-    # A traced number that does not fit int32 must stay outside the range.
-    return jnp.clip(got, -1, layers).astype(jnp.int32) if got.dtype.itemsize > 4 else got.astype(jnp.int32)
+    return jnp.int32(known)

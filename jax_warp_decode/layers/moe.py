@@ -5,13 +5,15 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_warp_decode import batch_axes
 from jax_warp_decode.activations import Activation, get_activation
 from jax_warp_decode.choose import TABLE, Choice
 from jax_warp_decode.errors import ArgumentError
-from jax_warp_decode.experts import ExpertWeights
+from jax_warp_decode.experts import ExpertWeights, is_float
 from jax_warp_decode.explain import Explanation, explain
 from jax_warp_decode.layers import expert_params
 from jax_warp_decode.moe import WEIGHT_ON, moe
@@ -120,8 +122,13 @@ class MoE(nnx.Module):
         sizes = dict(hidden_size=hidden_size, intermediate_size=intermediate_size, num_experts=num_experts,
                      num_experts_per_token=num_experts_per_token)
         for name, size in sizes.items():
-            if size < 1:
-                raise ArgumentError(f"{name}: got {size}, expected at least 1")
+            if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+                raise ArgumentError(f"{name}: got {size!r}, expected an integer of at least 1")
+        for name, of_name in (("dtype", dtype), ("param_dtype", param_dtype)):
+            if of_name is not None and not is_float(of_name):
+                raise ArgumentError(f"{name}: got {of_name!r}, expected a floating dtype such as bfloat16")
+        if not callable(getattr(rngs, "params", None)):
+            raise ArgumentError(f"rngs: got {type(rngs).__name__}, expected nnx.Rngs, such as nnx.Rngs(0)")
         if num_experts_per_token > num_experts:
             raise ArgumentError(
                 f"num_experts_per_token: got {num_experts_per_token}, expected at most num_experts {num_experts}")
@@ -271,7 +278,7 @@ class MoE(nnx.Module):
     def set_strategy(self, strategy: str) -> None:
         """Selects "auto" or one strategy by name, for every later call."""
         names = ["auto", *TABLE]
-        if strategy not in names:
+        if not isinstance(strategy, str) or strategy not in names:
             raise ArgumentError(f"strategy: got {strategy!r}, expected one of {names}")
         self.strategy = strategy
 
@@ -333,10 +340,7 @@ class MoE(nnx.Module):
           ArgumentError: x is no floating array with a last dimension H, or the parameters do not fit each other.
           UnsupportedError: the selected strategy cannot run here.
         """
-        x = jnp.asarray(x)
-        if x.ndim < 1 or x.shape[-1] != self.hidden_size or not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ArgumentError(
-                f"x: got {x.dtype}{list(x.shape)}, expected a floating array [..., H] with H = {self.hidden_size}")
+        x = batch_axes.as_array(x, self.hidden_size)
         tokens = x.astype(self.dtype or x.dtype).reshape(math.prod(x.shape[:-1]), self.hidden_size)
         experts = self.experts
         experts.check()
