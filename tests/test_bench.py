@@ -1,5 +1,7 @@
 """What the benchmarks rest on: their inputs, their byte counts, their clock and their report."""
 
+import argparse
+import dataclasses
 import json
 import pathlib
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from bench import compile_time, crossovers, grouped, ncu_report, small_batch
+from bench import compile_time, crossovers, grouped, layer_forms, ncu_report, small_batch
 from bench.report import Report, draw
 from jax_warp_decode import choose, tuning
 from jax_warp_decode.kernels import DownConfig, GateUpConfig
@@ -206,3 +208,13 @@ def test_auto_is_within_three_percent_of_the_fastest_that_was_measured():
     slower = crossovers.slower(rows, choices)
     assert len(slower) == 47  # 36 of the newest run, and 11 that only the first one had
     assert max(place["ratio"] for place in slower) <= crossovers.GOAL, slower
+
+
+def test_all_forms_of_a_layer_give_the_same_result():
+    """bench.layer_forms on a CPU, where it checks and times nothing: alone, with the router, and out of a stack."""
+    preset = dataclasses.replace(get_preset("qwen3-30b-a3b"), hidden=128, intermediate=64, num_experts=16)
+    weights = [(jax.random.normal(jax.random.key(i), (16, 128)).astype(jnp.bfloat16),
+                inputs.make_experts(jax.random.key(9 + i), preset, "mxfp8")) for i in range(2)]
+    rows = layer_forms.run(preset, "mxfp8", argparse.Namespace(batch=[1, 3], steps=1), weights)
+    assert [row["form"] for row in rows] == ["experts", "router and experts", "stacked"] * 2
+    assert all(row["relative_l2"] < 5e-3 for row in rows), rows
