@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from jax_warp_decode.checkpoints.reader import CONFIG_FILE, MAX_CONFIG_BYTES, read_json
+from jax_warp_decode.checkpoints.sources import check_regular
 from jax_warp_decode.errors import CheckpointError, UnsupportedError
 
 GENERATION_FILE = "generation_config.json"
@@ -57,6 +58,7 @@ class TokenizerCodec:
             raise UnsupportedError(
                 f"checkpoint: {path} needs the tokenizers package, which is not installed; pip install tokenizers"
             ) from e
+        check_regular(path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as e:  # tokenizers raises plain Exception for malformed files

@@ -337,7 +337,7 @@ FAULTS = {
     "no weights": ("plain", lambda f: (f / "model.safetensors").unlink(), "holds neither model.safetensors nor"),
     "weights are a folder": ("plain", lambda f: [(f / "model.safetensors").unlink(), (f / "model.safetensors").mkdir()],
                              "not a regular one"),
-    "empty file": ("plain", edit_bytes(lambda data: b""), "not a valid safetensors file"),
+    "empty file": ("plain", edit_bytes(lambda data: b""), "model.safetensors: got a file of 0 bytes, expected one"),
     "truncated": ("plain", edit_bytes(lambda data: data[:-1]), "not a valid safetensors file"),
     "trailing bytes": ("plain", edit_bytes(lambda data: data + b"\0"), "not a valid safetensors file"),
     "truncated header": ("plain", edit_bytes(lambda data: data[:100]), "not a valid safetensors file"),

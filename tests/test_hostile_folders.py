@@ -1,5 +1,7 @@
 """Folders from an enemy: 500 and more mutations of sound ones. Each is refused in one short message, or loads whole."""
 
+import fnmatch
+import functools
 import gc
 import json
 import os
@@ -12,9 +14,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from jax_warp_decode import ArgumentError, CheckpointError, UnsupportedError
-from jax_warp_decode.checkpoints import load_moe_blocks, reader
+from jax_warp_decode.checkpoints import load_moe_blocks, reader, sources
+from jax_warp_decode.checkpoints.convert import convert
+from jax_warp_decode.checkpoints.family import Encoding
+from jax_warp_decode.checkpoints.quantization import is_skipped
 from jax_warp_decode.models import GptOssConfig, MixtralConfig, Qwen3MoeConfig
 from jax_warp_decode.models.rope import frequencies
+from jax_warp_decode.text import codec_for
 
 H, I, E, L = 32, 64, 2, 2
 MUTATIONS = 25  # of each kind
@@ -330,8 +336,8 @@ def test_nothing_of_a_folder_is_executed(sound, tmp_path):
 @pytest.mark.parametrize("file, make, message", [
     (CONFIG, lambda: b'{"a": [' + b"0," * 2**20 + b"0]}", "config.json: got more than 1048576 bytes"),
     (CONFIG, lambda: b"{" + b" " * 2**20 + b"}", "config.json: got more than 1048576 bytes"),
-    (INDEX, lambda: b'{"weight_map": {' + b",".join(b'"%d":"a"' % n for n in range(3 * 2**17 + 2)) + b"}}",
-     "index.json: got over 393216 entries"),
+    (INDEX, lambda: b'{"weight_map": {' + b",".join(b'"%d":"a"' % n for n in range(9 * 2**14 + 2)) + b"}}",
+     "index.json: got over 147456 entries"),
     (INDEX, lambda: b'{"weight_map": ' + b"[" * 2**20 + b"]" * 2**20 + b"}", "index.json: got over 100 objects"),
     (INDEX, lambda: b" " * (2**25 + 1), "index.json: got more than 33554432 bytes"),
     (INDEX, lambda: b'{"weight_map": {"' + b"x" * 2**24 + b'": "a.safetensors"}}', "not hold what the index says: xx"),
@@ -368,8 +374,8 @@ ROOM = 2 * reader.MAX_TENSORS - 10  # values that full_header leaves
     (b',"__metadata__":{"a":"{","a":"b"}', "repeated keys: a$"),
     (b',"x":{"dtype":"U8","shape":[%s],"data_offsets":[0,0]}' % b",".join([b"0"] * ROOM), "14 tensors missing"),
     (b',"__metadata__":{%s}' % b",".join(b'"%x":""' % n for n in range(ROOM)), "14 tensors missing"),
-    (b',"__metadata__":{%s}' % b",".join(b'"%x":""' % n for n in range(2 * ROOM)), "over 589824 values"),
-    (b',"x":{}' * 3, "over 98304 objects, expected at most so many tensors"),
+    (b',"__metadata__":{%s}' % b",".join(b'"%x":""' % n for n in range(2 * ROOM)), "or more values, exp"),
+    (b',"x":{}' * 3, "or more objects, expected at most 98304 tensors"),
 ], ids=["sound", "repeated", "inside", "strings", "metadata", "dimensions", "much metadata", "values", "objects"])
 def test_a_header_full_of_tensors_costs_little(sound, tmp_path, last, message):
     folder = shutil.copytree(sound / "single", tmp_path / "many")
@@ -408,6 +414,151 @@ def test_shards_that_the_index_does_not_list_cost_one_header(sound, tmp_path, mo
     with pytest.raises(CheckpointError, match="in a shard but not in the index: 1, 10, 100, "):
         load_moe_blocks(folder)
     assert time.process_time() - start < SECONDS
-    monkeypatch.setattr(reader, "MAX_HEADERS_BYTES", 1000)
-    with pytest.raises(CheckpointError, match="a header of .* at most 16777216, and 1000 in all shards together"):
+    monkeypatch.setattr(reader, "_Room", functools.partial(reader._Room, nbytes=1000))
+    with pytest.raises(CheckpointError, match="a header of .* at most 16777216, and 67108864 in all shards together"):
         load_moe_blocks(folder)
+
+
+# -------------------------------------------------------------------------------------------------- patterns of modules
+
+
+def with_patterns(folder, patterns):
+    config = json.loads((folder / CONFIG).read_text())
+    options = {"quant_method": "mxfp8", "weight_block_size": [1, 32], "modules_to_not_convert": patterns}
+    (folder / CONFIG).write_text(json.dumps(config | {"quantization_config": options}))
+
+
+@pytest.mark.parametrize("patterns, message", [
+    (["*" + "[" * 9000 + str(n) for n in range(100)], "got 100 patterns of .* with 100 '.', expected at most 16"),
+    (["?*" * 3000], "got 1 patterns of modules .* with 3000 '.', expected at most 16"),
+    (["*a" * 400_000], "got 1 patterns of modules .* with 400000 '.', expected at most 16"),
+    (["*" + "x" * 1_000_000], "pattern '.x.*x' of 1000001 characters .* expected at most 256 and no wildcard but '.'"),
+    (["model.layers.[0-9]*"], "pattern 'model.layers.*' of 19 characters for modules .* no wildcard but"),
+    (["*.layers.?"], "pattern '.*layers.*' of 10 characters for modules .* no wildcard but"),
+], ids=["brackets", "question marks", "stars", "long", "bracket", "question mark"])
+def test_patterns_that_would_take_long_are_refused(sound, tmp_path, patterns, message):
+    folder = shutil.copytree(sound / "single", tmp_path / "patterns")
+    with_patterns(folder, patterns)
+    start = time.process_time()
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_moe_blocks(folder)
+    assert time.process_time() - start < SECONDS and len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("pattern", ["*", "*.experts", "model.*.mlp", "model.layers.*.mlp.experts.*_proj", "**l*"])
+def test_patterns_still_keep_modules_plain(sound, tmp_path, pattern):
+    folder = shutil.copytree(sound / "single", tmp_path / "plain")
+    with_patterns(folder, ["re:.?[x]", "lm_head", pattern])
+    assert load_moe_blocks(folder)[0].experts.format == "f16"
+
+
+def test_patterns_agree_with_fnmatch():
+    rng = np.random.default_rng(0)
+    text = lambda letters, size: "".join(rng.choice(list(letters), rng.integers(size)))
+    found = 0
+    for _ in range(3000):
+        module, pattern = "a" + text("ab.", 8), text("ab.*", 6)
+        expected = fnmatch.fnmatchcase(f"{module}.", f"{pattern}.*")
+        assert is_skipped(module, Encoding("mxfp8", patterns=(pattern,))) == expected, (module, pattern)
+        found += expected
+    assert found > 100
+
+
+@pytest.mark.parametrize("pattern", ["*e*e*e*e*e*e*e*z", "*z"])
+def test_patterns_cost_each_module_little(pattern):
+    """100,000 modules and as many patterns as there may be; none of them matches."""
+    encoding = Encoding("mxfp8", patterns=(pattern,) * (16 // pattern.count("*")))
+    start = time.process_time()
+    for n in range(100_000):
+        assert not is_skipped(f"model.layers.33.mlp.experts.{n}.gate_proj", encoding)
+    assert time.process_time() - start < SECONDS
+
+
+# ------------------------------------------------------------------------------------------- files that are none, links
+
+
+@pytest.mark.parametrize("file", [CONFIG, INDEX, "a.safetensors"])
+@pytest.mark.parametrize("target", ["/proc/self/status", "empty"])
+def test_files_of_no_bytes_are_refused_unread(sound, tmp_path, monkeypatch, file, target):
+    """What /proc holds is a regular file of 0 bytes; to read /proc/kmsg, which is one, never ends."""
+    folder = shutil.copytree(sound / "sharded", tmp_path / "proc")
+    (folder / "empty").touch()
+    (folder / file).unlink()
+    (folder / file).symlink_to(target)
+    opened = []
+    monkeypatch.setattr(sources, "open", lambda path, mode: opened.append(path.name) or open(path, mode), raising=False)
+    with pytest.raises(CheckpointError, match=f"{file}: got a file of 0 bytes, expected one with content; fetch"):
+        load_moe_blocks(folder)
+    assert file not in opened
+
+
+@pytest.mark.parametrize("target", ["/proc/self/status", "empty"])
+def test_a_tokenizer_of_no_bytes_is_not_read(sound, tmp_path, target):
+    folder = shutil.copytree(sound / "single", tmp_path / "proc")
+    (folder / "empty").touch()
+    (folder / "tokenizer.json").symlink_to(target)
+    convert(folder, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == b""
+    pytest.importorskip("tokenizers")
+    with pytest.raises(CheckpointError, match="tokenizer.json: got a file of 0 bytes"):
+        codec_for(folder, 300)
+
+
+def test_links_out_of_the_folder_are_followed(sound, tmp_path):
+    """So the cache of the Hugging Face hub is made: snapshots hold links to blobs."""
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    for file in (sound / "sharded").iterdir():
+        (folder / file.name).symlink_to(file)
+    assert set(load_moe_blocks(folder)) == set(range(L))
+
+
+# -------------------------------------------------------------------------------------------------------- whole folders
+
+
+def write_shards(folder, shards, **metadata):
+    """Replaces the weights of a folder by shards of tensors without content."""
+    for file in ("a.safetensors", "b.safetensors"):
+        (folder / file).unlink()
+    for file, held in shards.items():
+        text = json.dumps({name: dict(dtype="U8", shape=[0], data_offsets=[0, 0]) for name in held} | metadata).encode()
+        (folder / file).write_bytes(len(text).to_bytes(8, "little") + text)
+    (folder / INDEX).write_text(json.dumps({"weight_map": {name: file for file in shards for name in shards[file]}}))
+
+
+EXPERTS = "model.layers.{}.mlp.experts.{}.gate_proj.weight"
+
+
+@pytest.mark.parametrize("shards, message", [
+    (lambda: {f"{n}.safetensors": [f"t{n}"] for n in range(2001)}, "got 2001 shards, expected at most 2000; save"),
+    (lambda: {f"{n}.safetensors": [f"t{n}"] for n in range(2000)}, "14 tensors missing"),
+    (lambda: {f"{n}.safetensors": [f"{n}.{m}" for m in range(97_500)] for n in range(4)}, "got over 147456 entries"),
+    (lambda: {f"{n}.safetensors": [f"{n}.{m}" for m in range(559)] for n in range(163)}, "14 tensors missing"),
+    (lambda: {"a.safetensors": [EXPERTS.format(n, n) for n in range(90_000)]},
+     "89998 tensors unexpected: .*, and 85902 more names; 2 tensors of"),
+], ids=["shards", "most shards", "tensors", "DeepSeek-V3", "names"])
+def test_a_large_folder_costs_little(sound, tmp_path, shards, message):
+    folder = shutil.copytree(sound / "sharded", tmp_path / "large")
+    write_shards(folder, shards())
+    start = time.process_time()
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_moe_blocks(folder)
+    assert time.process_time() - start < SECONDS and len(str(caught.value)) < 3000
+
+
+@pytest.mark.parametrize("room, message", [
+    (dict(tensors=3), "2 or more objects, expected at most 98304 tensors, and 147456 in all shards together"),
+    (dict(values=10), "9 or more values, expected at most 589824, and 884736 in all shards together"),
+])
+def test_all_headers_together_have_limits(sound, tmp_path, monkeypatch, room, message):
+    """The second shard is within the limits of one file, and has no room beside the first."""
+    folder = shutil.copytree(sound / "sharded", tmp_path / "room")
+    write_shards(folder, {"a.safetensors": ["1", "2"], "b.safetensors": ["3", "4"]}, __metadata__={"a": "", "b": ""})
+    monkeypatch.setattr(reader, "_Room", functools.partial(reader._Room, **room))
+    with pytest.raises(CheckpointError, match=f"b.safetensors: not a valid .* {message}"):
+        load_moe_blocks(folder)
+
+
+def test_a_folder_of_the_size_of_kimi_k2_is_within_the_limits():
+    names = 60 * (384 + 1) * 3 * 2 + 61 * 16 + 9  # experts in FP8 with scales, attention, the rest
+    assert names <= reader.MAX_INDEX_TENSORS and 163 <= reader.MAX_SHARDS

@@ -65,6 +65,8 @@ def convert(folder: Any, out: Any, weights: str = "mxfp8", progress: Report | No
     if unknown := sorted({t.dtype for t in opened.tensors.values()} - reader.DTYPES.keys()):
         raise CheckpointError(
             f"{opened.path}: got tensors of type {', '.join(unknown)}, expected {list(reader.DTYPES)}")
+    copied = [path for path in sorted(opened.path.iterdir()) if path.suffix in COPIED and path.is_file()
+              and path.name not in (reader.CONFIG_FILE, reader.INDEX_FILE)]
     shards: dict[Path, list[str]] = {}
     for name, tensor in opened.tensors.items():
         shards.setdefault(tensor.file, []).append(name)
@@ -91,9 +93,11 @@ def convert(folder: Any, out: Any, weights: str = "mxfp8", progress: Report | No
             size += sum(array.nbytes for array in tensors.values())
     if len(shards) > 1:
         write_json(out / reader.INDEX_FILE, {"metadata": {"total_size": size}, "weight_map": weight_map})
-    for path in sorted(opened.path.iterdir()):
-        if path.suffix in COPIED and path.is_file() and path.name not in (reader.CONFIG_FILE, reader.INDEX_FILE):
+    for path in copied:
+        if path.stat().st_size:
             shutil.copyfile(path, out / path.name)
+        else:  # not read, see `sources`
+            (out / path.name).touch()
     write_json(out / reader.CONFIG_FILE,
                {**opened.config, "quantization_config": quantization_config(weights, plain_modules(plain))})
 

@@ -4,6 +4,7 @@ A family is one row of `families.FAMILIES`. Everything about it is stated there;
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Container, Iterator, Mapping
 
 from jax_warp_decode.activations import Activation
@@ -41,6 +42,12 @@ class Encoding:
     scale: str = ""
     skipped: frozenset[str] = frozenset()
     patterns: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def pieces(self) -> tuple[tuple[str, list[str]], ...]:
+        """The patterns, each with the dot that ends a module, cut at every `*`: the first piece and the others."""
+        cut = (f"{pattern}.".split("*") for pattern in self.patterns)
+        return tuple((first, [piece for piece in rest if piece]) for first, *rest in cut)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,14 +189,17 @@ def _expert_slots(storage: Storage, block: str, target: str, sizes: tuple[int, i
     matrices = (("gate", storage.gate, (I, H)), ("up", storage.up, (I, H)), ("down", storage.down, (H, I)))
     for projection, tensor, shape in matrices:
         stored = (2 * shape[0], shape[1]) if tensor.half else shape
+        param = f"{target}w_{projection}"
+        parts: dict[str, list[tuple[str, tuple[int, ...], tuple[str, ...], str, bool]]] = {}  # the same for all experts
         for name, leading, expert in _names(f"{block}.{tensor.name}", E, storage.single):
             format = DENSE if plain(name.removesuffix(".weight")) else encoding.format
-            for suffix, dtypes, part in ENCODINGS[format]:
-                yield Slot(
-                    name + suffix.format(scale=encoding.scale),
-                    (*leading, *_stored_shape(format, part, stored, tensor)), f"{target}w_{projection}", dtypes, expert,
-                    blocks=(format, part) == ("mxfp4", "values"), transpose=tensor.transposed, half=tensor.half,
-                    part=part, format=format)
+            if format not in parts:
+                parts[format] = [
+                    (suffix.format(scale=encoding.scale), (*leading, *_stored_shape(format, part, stored, tensor)),
+                     dtypes, part, (format, part) == ("mxfp4", "values")) for suffix, dtypes, part in ENCODINGS[format]]
+            for suffix, whole, dtypes, part, blocks in parts[format]:
+                yield Slot(name + suffix, whole, param, dtypes, expert, blocks, tensor.transposed, tensor.half,
+                           part=part, format=format)
     for (projection, _, shape), tensor in zip(matrices, storage.biases, strict=False):
         stored = (E, 2 * shape[0] if tensor.half else shape[0])
         yield Slot(f"{block}.{tensor.name}", stored, f"{target}b_{projection}", half=tensor.half, half_axis=-1)

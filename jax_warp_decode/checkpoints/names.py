@@ -7,11 +7,18 @@ from jax_warp_decode.checkpoints import reader
 
 _NUMBER = re.compile(r"(?<=\.)(0|[1-9]\d{0,5})(?=\.)")  # of a layer or an expert: a whole part of a dotted name
 _MOST_NUMBERS = 4  # in one name; a hostile one may consist of them
+MAX_NAMES = 2**12  # that are looked at
 _ONE_BY_ONE = 8  # so many names are better read as they are
 
 
-def summary(names: Sequence[str]) -> str:
+def summary(names: Sequence[str], total: int | None = None) -> str:
     """All the names: those that differ in numbers alone as one, with the numbers in braces, exactly.
+
+    Of more than `MAX_NAMES`, the first ones and how many more there are.
+
+    Args:
+      names: at least the first `MAX_NAMES`.
+      total: how many there are; by default, as many as `names` has.
 
     Example:
       >>> from jax_warp_decode.checkpoints.names import summary
@@ -20,7 +27,9 @@ def summary(names: Sequence[str]) -> str:
       >>> summary([f"layers.{n}.experts.{e}.up" for n in (0, 1, 7) for e in range(64)] + ["layers.7.experts.64.up"])
       'layers.{0, 1}.experts.{0-63}.up, layers.7.experts.{0-64}.up'
     """
-    return reader.listing(list(names) if len(names) <= _ONE_BY_ONE else _merge(names))
+    rest = (len(names) if total is None else total) - MAX_NAMES
+    text = reader.listing(list(names) if len(names) <= _ONE_BY_ONE else _merge(names[:MAX_NAMES]))
+    return f"{text}, and {rest} more names" if rest > 0 else text
 
 
 def _merge(names: Iterable[str]) -> list[str]:

@@ -1,6 +1,5 @@
 """The quantization_config of a config.json: in which format the experts of a folder are stored."""
 
-import fnmatch
 import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,7 +11,7 @@ from jax_warp_decode.models.settings import Settings, show
 
 BLOCK_FIELDS = ("weight_block_size", "block_size")
 SKIP_FIELDS = ("modules_to_not_convert", "ignored_layers")
-MAX_PATTERNS = 100
+MAX_PATTERN, MAX_STARS = 256, 16  # characters of one pattern, and `*` of all: each is one search in each module's name
 
 # (quant_method, block) -> format and what the name of a scale adds to the name of its weight. transformers, vLLM and
 # SGLang say weight_scale_inv for both eight-bit formats, although the scales multiply; block 32 is our own older form.
@@ -40,9 +39,7 @@ def read_encoding(settings: Settings) -> Encoding:
                             f"{expected}")
     skipped = [name for field in SKIP_FIELDS for name in options.items(field, kind=str, default=())]
     patterns = tuple(name for name in skipped if "*" in name)
-    if len(patterns) > MAX_PATTERNS:
-        raise ArgumentError(f"quantization_config: got {len(patterns)} patterns of modules that stay plain, expected "
-                            f"at most {MAX_PATTERNS}")
+    _check_patterns(patterns)
     return Encoding(known.format, known.scale, frozenset(skipped) - frozenset(patterns), patterns)
 
 
@@ -56,9 +53,19 @@ def is_skipped(module: str, encoding: Encoding) -> bool:
       >>> is_skipped("layers.3.mlp.shared.up_proj", encoding), is_skipped("layers.3.mlp.experts.0.up_proj", encoding)
       (True, False)
     """
-    around = itertools.accumulate(module.split("."), "{}.{}".format)
-    return not encoding.skipped.isdisjoint(around) or any(
-        fnmatch.fnmatchcase(f"{module}.", f"{pattern}.*") for pattern in encoding.patterns)
+    if encoding.skipped and not encoding.skipped.isdisjoint(itertools.accumulate(module.split("."), "{}.{}".format)):
+        return True
+    text = f"{module}."
+    for first, rest in encoding.pieces:
+        if text.startswith(first):
+            left = text[len(first):]
+            for piece in rest:
+                if piece not in left:
+                    break
+                left = left.partition(piece)[2]  # the leftmost place leaves most to the others
+            else:
+                return True
+    return False
 
 
 def check_sizes(spec: BlockSpec, encoding: Encoding) -> None:
@@ -89,6 +96,19 @@ def plain_modules(weights: Iterable[tuple[str, tuple[int, ...]]]) -> list[str]:
     """Modules of plain matrices, from names and shapes of tensors: what other readers must not take for quantised."""
     return sorted(name.removesuffix(".weight") for name, shape in weights
                   if name.endswith(".weight") and len(shape) == 2)
+
+
+def _check_patterns(patterns: tuple[str, ...]) -> None:
+    """Raises `ArgumentError` for patterns that would take long to match, or with a wildcard that is none here."""
+    stars = sum(pattern.count("*") for pattern in patterns)
+    if stars > MAX_STARS:
+        raise ArgumentError(f"quantization_config: got {len(patterns)} patterns of modules that stay plain with "
+                            f"{stars} '*', expected at most {MAX_STARS} '*' in all; name the modules that contain them")
+    for pattern in patterns:
+        if len(pattern) > MAX_PATTERN or "?" in pattern or "[" in pattern:
+            raise ArgumentError(f"quantization_config: got pattern {show(pattern)} of {len(pattern)} characters for "
+                                f"modules that stay plain, expected at most {MAX_PATTERN} and no wildcard but '*'; "
+                                "name the modules instead")
 
 
 def _plain(block: Any) -> bool:

@@ -2,11 +2,14 @@
 
 safetensors validates each file; the bytes are then read straight into the arrays that will hold them, because its numpy
 front end (0.8) has no FP8 and would allocate every tensor once more. A folder may come from anybody: whatever it holds,
-the answer is a `CheckpointError` after work and memory that the limits below bound. Nothing in it is ever executed.
+the answer is a `CheckpointError` after work and memory that the limits below bound. Nothing in it is ever executed, and
+nothing but regular files with content is read, see `sources`.
 """
 
 import collections
+import contextlib
 import dataclasses
+import gc
 import json
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -16,6 +19,7 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
+from jax_warp_decode.checkpoints.sources import open_regular
 from jax_warp_decode.errors import ArgumentError, CheckpointError
 from jax_warp_decode.models.settings import show
 
@@ -24,12 +28,16 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 # Of JSON: of one file each, and of the headers of all shards. Published shards have headers of 0.1 MB; DeepSeek-V3 has
-# 91,000 tensors in 163 of them and an index of 9 MB, Kimi-K2 in int4 210,000 and 31 MB of headers. A model of 48 layers
-# of 128 experts in one file has a header of 2.3 MB in bfloat16, 4.8 MB with scales, and 9.2 MB (73,728 tensors) where
-# a weight is stored as four. A file at these limits is read within two seconds.
+# 91,000 tensors in 163 of them and an index of 9 MB, Kimi-K2 140,000. A model of 48 layers of 128 experts in one file
+# has a header of 2.3 MB in bfloat16, 4.8 MB with scales, and 9.2 MB (73,728 tensors) where a weight is stored as four.
+# A folder at these limits is answered within about two seconds, of which each tensor takes 12 us: 8 to read its header
+# (safetensors 3, json 2, index 1), 4 to find its place. 250,000 would take over three seconds; the models that have so
+# many, Kimi-K2 in int4 and in NVFP4, are quantised in ways that no family here stores.
 MAX_CONFIG_BYTES, MAX_HEADER_BYTES, MAX_HEADERS_BYTES, MAX_INDEX_BYTES = 2**20, 2**24, 2**26, 2**25
 MAX_TENSORS = 3 * 2**15  # of one file
-MAX_INDEX_TENSORS = 3 * 2**17  # Kimi-K2 in NVFP4 has 281,000
+MAX_INDEX_TENSORS = 9 * 2**14  # of all shards
+MAX_SHARDS = 2000
+MAX_VALUES = 6  # for each tensor, as commas: it has six with three dimensions
 MAX_INDEX_NESTING = 100  # objects and lists; an index has three
 
 # safetensors' names of the types that a checkpoint may use here.
@@ -42,7 +50,7 @@ DTYPES = {
     "BOOL": np.dtype(np.bool_)}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)  # a frozen one takes thrice as long to make, and a folder has 100,000s
 class StoredTensor:
     """Where one tensor lies: its type by safetensors' name, shape, file, and byte range in that file."""
 
@@ -103,6 +111,19 @@ def as_path(folder: Any) -> pathlib.Path:
         raise ArgumentError(f"folder: got {folder!r}, expected a path") from None
 
 
+@contextlib.contextmanager
+def no_collections() -> Iterator[None]:
+    """The garbage collector rests: of hundreds of thousands of objects, all in use, it would look at each in vain."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@no_collections()
 def open_folder(path: Any) -> Folder:
     """Checks a folder with config.json and model.safetensors, or shards and model.safetensors.index.json.
 
@@ -140,9 +161,7 @@ def read_json(path: pathlib.Path, limit: int, flat: bool = False) -> Mapping[str
 
     A `flat` one, a table of names, is refused before parsing if it nests a lot or has too many entries.
     """
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file, or not a regular one; a checkpoint folder has it")
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         text = file.read(limit + 1)  # what the file system calls its size may be wrong
     if len(text) > limit:
         raise CheckpointError(f"{path}: got more than {limit} bytes, expected at most so many")
@@ -158,50 +177,66 @@ def read_json(path: pathlib.Path, limit: int, flat: bool = False) -> Mapping[str
 
 def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
     """Validates one safetensors file and returns the place of each tensor; reads no weight."""
-    return _read_file(path, MAX_HEADER_BYTES)[0]
+    return _read_file(path, _Room())
 
 
-def _read_file(path: pathlib.Path, limit: int) -> tuple[dict[str, StoredTensor], int]:
-    """The tensors of one safetensors file and the size of its header, which is `limit` at most."""
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file, or not a regular one")
+@dataclasses.dataclass
+class _Room:
+    """What the headers of the shards that are still to be read may hold together."""
+
+    nbytes: int = MAX_HEADERS_BYTES
+    tensors: int = MAX_INDEX_TENSORS
+    values: int = MAX_VALUES * MAX_INDEX_TENSORS
+
+    def take_bytes(self, count: int) -> None:
+        if count > min(self.nbytes, MAX_HEADER_BYTES):
+            raise ValueError(f"a header of {count} bytes, expected at most {MAX_HEADER_BYTES}, and {MAX_HEADERS_BYTES} "
+                             "in all shards together")
+        self.nbytes -= count
+
+    def take_content(self, text: bytes) -> None:
+        """Refuses a header that would take long to parse, before it is parsed."""
+        tensors, values = text.count(b"{") - 2, text.count(b",")  # the header itself and __metadata__ are two more
+        if tensors > min(self.tensors, MAX_TENSORS):
+            raise ValueError(f"{tensors} or more objects, expected at most {MAX_TENSORS} tensors, and "
+                             f"{MAX_INDEX_TENSORS} in all shards together")
+        if values > min(self.values, MAX_VALUES * MAX_TENSORS):
+            raise ValueError(f"{values} or more values, expected at most {MAX_VALUES * MAX_TENSORS}, and "
+                             f"{MAX_VALUES * MAX_INDEX_TENSORS} in all shards together")
+        self.tensors -= max(0, tensors)
+        self.values -= values
+
+
+def _read_file(path: pathlib.Path, room: _Room) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file, whose header takes its part of the room."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = int.from_bytes(file.read(8), "little")
-            if size > limit:
-                raise ValueError(f"a header of {size} bytes, expected at most {MAX_HEADER_BYTES}, and "
-                                 f"{MAX_HEADERS_BYTES} in all shards together")
+            room.take_bytes(size)
             text = file.read(size)
-        _check_count(text)
+        room.take_content(text)
         # Opening checks sizes, types, and that the tensors cover the file without holes or overlap.
         with safetensors.safe_open(path, framework="numpy"):
             pass
         header = _parse_header(text)
+    except CheckpointError:
+        raise
     except (safetensors.SafetensorError, ValueError, RecursionError, OSError) as error:
         raise CheckpointError(f"{path}: not a valid safetensors file: {_printable(error)}") from error
     tensors = {}
-    for name in list(header):
-        entry = header.pop(name)  # freed at once: the garbage collector has nothing more to look at
+    for name, entry in header.items():
         if name != "__metadata__":
             start, end = entry["data_offsets"]
             tensors[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), path, 8 + size + start, end - start)
-    return tensors, size
-
-
-def _check_count(text: bytes) -> None:
-    """Refuses a header that would take long to parse, before it is parsed: a tensor has one object, and six commas with
-    its three dimensions."""
-    if text.count(b"{") - 2 > MAX_TENSORS:  # the header itself and __metadata__ are two more
-        raise ValueError(f"over {MAX_TENSORS} objects, expected at most so many tensors")
-    if text.count(b",") > 6 * MAX_TENSORS:
-        raise ValueError(f"over {6 * MAX_TENSORS} values, expected at most so many")
+    return tensors
 
 
 def _parse_header(text: bytes) -> dict[str, Any]:
     """Parses a header that safetensors accepts: an object whose values are objects."""
     header = json.loads(text)
     if text.count(b"{") != 1 + len(header):  # more objects than names: names are repeated, or strings have braces
-        _check_repeated(text)
+        # The hook keeps no object: twice through the text costs half of collecting the garbage that it would leave.
+        json.loads(text, object_pairs_hook=_refuse_repeated)
     return header
 
 
@@ -212,42 +247,44 @@ def _read_shards(index: pathlib.Path) -> dict[str, StoredTensor]:
     held: dict[str, set[str]] = {}
     for tensor, name in weight_map.items():
         held.setdefault(name, set()).add(tensor)
+    if len(held) > MAX_SHARDS:
+        raise CheckpointError(f"{index}: got {len(held)} shards, expected at most {MAX_SHARDS}; save the model in "
+                              "larger ones")
     tensors: dict[str, StoredTensor] = {}
-    room = MAX_HEADERS_BYTES
+    room = _Room()
     for name in sorted(held):
         if pathlib.PurePath(name).name != name or "\\" in name or not (
                 name.isprintable() and name.endswith(".safetensors")):
             raise CheckpointError(f"{index}: got shard {show(name)}, expected the name of a .safetensors file "
                                   "beside it")
-        shard, size = _read_file(index.parent / name, min(room, MAX_HEADER_BYTES))
-        room -= size
+        shard = _read_file(index.parent / name, room)
         # Each shard at once: what a folder costs is bounded by its index, not by what lies beside it.
-        if twice := sorted(tensors.keys() & shard.keys()):
+        if twice := sorted(shard.keys() & tensors.keys()):
             files = f"{tensors[twice[0]].file.name} and {name}"
             raise CheckpointError(f"{index.parent}: stored twice, in {files}: {listing(twice)}")
         if astray := sorted(held[name] - shard.keys()):
             raise CheckpointError(f"{index}: the shard does not hold what the index says: "
                                   f"{listing([f'{tensor} in {name}' for tensor in astray])}")
-        if unlisted := sorted(shard.keys() - weight_map.keys()):
+        # Not a difference of keys, which would look at the whole index for each shard.
+        if unlisted := sorted(tensor for tensor in shard if tensor not in weight_map):
             raise CheckpointError(f"{index}: in a shard but not in the index: {listing(unlisted)}")
         tensors |= shard
     return tensors
 
 
 def _parse_object(text: bytes) -> dict[str, Any]:
-    _check_repeated(text)
-    value = json.loads(text)
+    value = json.loads(text, object_pairs_hook=_unique)
     if not isinstance(value, dict):
         raise ValueError(f"got {type(value).__name__}, expected an object")
     return value
 
 
-def _check_repeated(text: bytes) -> None:
-    json.loads(text, object_pairs_hook=_refuse_repeated)
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    _refuse_repeated(pairs)
+    return dict(pairs)
 
 
 def _refuse_repeated(pairs: list[tuple[str, Any]]) -> None:
-    """Keeps no object: twice through the text costs half of collecting the garbage that a hook with results leaves."""
     if len({name for name, _ in pairs}) != len(pairs):
         twice = [name for name, count in collections.Counter(name for name, _ in pairs).items() if count > 1]
         raise ValueError(f"repeated keys: {listing(twice)}")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_warp_decode.checkpoints import reader
-from jax_warp_decode.checkpoints.names import summary
+from jax_warp_decode.checkpoints.names import MAX_NAMES, summary
 from jax_warp_decode.errors import ArgumentError, CheckpointError
 from jax_warp_decode.experts import DENSE_FORMATS
 from jax_warp_decode.formats import QuantizedArray
@@ -25,7 +25,7 @@ HALVES = {
     "even": lambda n: slice(0, n, 2), "odd": lambda n: slice(1, n, 2)}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)  # a frozen one takes thrice as long to make, and a folder has 100,000s
 class Slot:
     """One tensor of the folder, or a half of it, and where its content goes.
 
@@ -106,6 +106,7 @@ def check_dtype(dtype: Any) -> Any:
     return dtype
 
 
+@reader.no_collections()
 def check(opened: reader.Folder, expected: Iterable[Slot], dtype: Any, unclaimed: Callable[[str], bool]) -> list[Slot]:
     """All slots in order, once the folder has their tensors with fitting shapes and types.
 
@@ -120,7 +121,7 @@ def check(opened: reader.Folder, expected: Iterable[Slot], dtype: Any, unclaimed
     """
     slots: list[Slot] = []
     missing: list[str] = []
-    wrong: list[str] = []
+    wrong: dict[str, Slot] = {}
     for slot in expected:
         stored = opened.tensors.get(slot.name)
         if stored is None:
@@ -130,9 +131,8 @@ def check(opened: reader.Folder, expected: Iterable[Slot], dtype: Any, unclaimed
             continue
         slots.append(slot)
         if stored.shape != slot.shape or stored.dtype not in slot.dtypes:
-            wrong.append(f"{slot.name}: got {stored.dtype}{list(stored.shape)}, "
-                         f"expected {'/'.join(slot.dtypes)}{list(slot.shape)}")
-    missing, wrong = list(dict.fromkeys(missing)), list(dict.fromkeys(wrong))  # gate and up may share a tensor
+            wrong[slot.name] = slot
+    missing = list(dict.fromkeys(missing))  # gate and up may share a tensor
     claimed = {slot.name for slot in slots}
     unexpected = [name for name in opened.tensors if name not in claimed and unclaimed(name)]
     problems = []
@@ -142,7 +142,9 @@ def check(opened: reader.Folder, expected: Iterable[Slot], dtype: Any, unclaimed
     if unexpected and len(missing) < MAX_MISSING:
         problems.append(f"{len(unexpected)} tensors unexpected: {summary(sorted(unexpected))}")
     if wrong:
-        problems.append(f"{len(wrong)} tensors of the wrong shape or type: {summary(wrong)}")
+        named = [f"{name}: {_difference(opened.tensors[name], slot)}"
+                 for name, slot in itertools.islice(wrong.items(), MAX_NAMES)]
+        problems.append(f"{len(wrong)} tensors of the wrong shape or type: {summary(named, len(wrong))}")
     if not problems and (mixed := _mixed(opened, slots, dtype)):
         problems.append(f"experts of mixed types in {len(mixed)} layers: {summary(mixed)}, expected one type in "
                         "a layer; dtype= converts plain ones")
@@ -151,17 +153,21 @@ def check(opened: reader.Folder, expected: Iterable[Slot], dtype: Any, unclaimed
     return slots
 
 
+def _difference(stored: reader.StoredTensor, slot: Slot) -> str:
+    return f"got {stored.dtype}{list(stored.shape)}, expected {'/'.join(slot.dtypes)}{list(slot.shape)}"
+
+
 def _mixed(opened: reader.Folder, slots: list[Slot], dtype: Any) -> list[str]:
     """Layers whose expert matrices differ in format or type, so that no array could hold them as they are."""
     formats: dict[str, dict[str, None]] = {}
     found: dict[str, dict[str, dict[str, None]]] = {}
-    for slot in slots:
-        owner, _, weight = slot.param.rpartition(".")
+    kinds = dict.fromkeys((slot.param, slot.format, slot.part, opened.tensors[slot.name].dtype) for slot in slots)
+    for param, format, part, stored in kinds:
+        owner, _, weight = param.rpartition(".")
         if weight.startswith("w_"):
-            formats.setdefault(owner, {})[slot.format or "plain"] = None
-            if slot.part or dtype is None:  # all plain matrices of a layer have one type; of quantised ones, each part
-                group = found.setdefault(f"{owner} {slot.part}".rstrip(), {})
-                group.setdefault(weight, {})[opened.tensors[slot.name].dtype] = None
+            formats.setdefault(owner, {})[format or "plain"] = None
+            if part or dtype is None:  # all plain matrices of a layer have one type; of quantised ones, each part
+                found.setdefault(f"{owner} {part}".rstrip(), {}).setdefault(weight, {})[stored] = None
     mixed = [f"{owner} ({' and '.join(names)})" for owner, names in formats.items() if len(names) > 1]
     return mixed + [f"{owner} ({', '.join(f'{weight} {"/".join(sorted(types))}' for weight, types in group.items())})"
                     for owner, group in found.items() if len({t for types in group.values() for t in types}) > 1]
