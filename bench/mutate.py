@@ -5,7 +5,7 @@
 A fault is a replacement of one piece of text, which must occur exactly once in its file, and the tests that ought to
 notice. Before any fault, all these tests must pass in the copy as it is. Writes mutation.json (with --only, the entries
 of these faults in it); exit code 1 if a fault survived, was not found in the source, or if the tests fail without one.
-Needs no GPU: the kernels are interpreted.
+Needs no GPU: the kernels are interpreted, or their PTX is executed.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,10 @@ FUZZ = "tests/test_fuzz.py::test_random_layers"
 REFERENCE = f"{FUZZ}[reference-bf16-bf16-silu-T5]"
 EXPERT_CENTRIC = f"{FUZZ}[expert_centric-bf16-bf16-gelu_tanh-T9-f32 biases]"
 KERNELS = "tests/test_kernels.py::test_gate_up_and_layer_match_the_oracle"
+SHARED = "tests/test_shared.py::test_layer_matches_the_oracle"
+PASSES = "tests/test_shared.py::test_several_passes_warpgroups_panels_a_short_ring_stacked_layers_and_biases[bf16-True]"
+ROUTER = "tests/test_router_kernel.py::test_matches_the_oracle"
+TENSOR_DOWN = "tests/test_row_products.py::test_down"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +93,72 @@ FAULTS = [
     fault("another token's activations, gate and up kernel", "kernels/gate_up.py",
           "token = lax.div(pair, jnp.int32(K))", "token = lax.rem(pair, jnp.int32(K))",
           f"{KERNELS}[bf16-2-4-256-96-2]"),
+    fault("gate and up swapped, tensor cores", "kernels/gate_up_tensor.py",
+          "return array(totals[::2]), array(totals[1::2])", "return array(totals[1::2]), array(totals[::2])",
+          "tests/test_row_products.py::test_gate_up[mxfp8-320-64-config0-False-silu-bfloat16]"),
+    fault("weight of the next slot, down on tensor cores", "kernels/down_tensor.py",
+          "group, entry(slot, 2).float())", "group, entry((slot + 1).min(count - 1).max(0), 2).float())",
+          f"{TENSOR_DOWN}[mxfp8-64-576-config0-float32]"),
+    fault("bias of the last slot forgotten, down on tensor cores", "kernels/down_tensor.py",
+          "mgpu.fori(count.v, [total])", "mgpu.fori((count - 1).max(0).v, [total])",
+          f"{TENSOR_DOWN}[mxfp4-96-320-config2-bfloat16]"),
+    fault("last steps of a row lost, dense_rows", "kernels/dense_rows.py",
+          "            rows.steps, unroll, jnp.bool_(True)",
+          "            rows.steps // unroll * unroll, unroll, jnp.bool_(True)",
+          "tests/test_decode_step.py::test_dense_rows_is_the_exact_product_rounded_once"),
+    # shared_decode: what the interpreter runs, then what only a GPU does, as PTX
+    fault("last pass with one slot lost", "kernels/shared_common.py",
+          "(count + jnp.int32(tokens - 1)) // jnp.int32(tokens)",
+          "(count + jnp.int32(tokens - 2)) // jnp.int32(tokens)", "tests/test_shared.py::test_groups[full or not-8]"),
+    fault("E counts as an expert, shared_decode", "kernels/shared_common.py",
+          "    hits = ids[:, None] == e", "    hits = jnp.minimum(ids, jnp.int32(experts - 1))[:, None] == e",
+          "tests/test_shared.py::test_groups[skipped-8]"),
+    fault("scales of the next item", "kernels/shared_stream.py",
+          "ring.at[stage], scales_at(item - begin)[0]", "ring.at[stage], scales_at(item - begin + jnp.int32(1))[0]",
+          SHARED),
+    fault("sum of the last warpgroup lost", "kernels/shared_stream.py",
+          "sum(load(w, m) for w in range(warpgroups))", "sum(load(w, m) for w in range(max(1, warpgroups - 1)))",
+          PASSES),
+    fault("skipped slot is summed, shared_decode", "kernels/shared_down.py",
+          "y = y + jnp.where(lax.broadcast_in_dim(is_routed, (size,), ()), weight * row, jnp.float32(0))",
+          "y = y + weight * row", SHARED),
+    fault("second factor of large rows forgotten", "kernels/shared_mx.py",
+          "    for field in (first, factors - first + jnp.int32(127)):", "    for field in (first,):",
+          "tests/test_shared.py::test_rows_near_the_largest_float32"),
+    fault("second factor of large rows forgotten, PTX", "kernels/shared_mx.py",
+          "arith.mulf(arith.mulf(value, (first << 23).float()), ((factor - first + 127) << 23).float())",
+          "arith.mulf(value, (first << 23).float())",
+          "tests/test_ptx.py::test_a_row_of_shared_experts_near_the_largest_float32"),
+    fault("E counts as an expert, shared_decode, PTX", "kernels/shared_simt.py",
+          "routed = arith.andi(e >= 0, e < experts)", "routed = arith.andi(e >= 0, e < experts + 1)",
+          "tests/test_ptx.py::test_shared_experts[bf16-gate_up]"),
+    fault("every pass takes the first slots, PTX", "kernels/shared_simt.py",
+          "simt.loop(-(-slots // LANES), Int(0) - q * tokens)(search)", "simt.loop(-(-slots // LANES), Int(0))(search)",
+          "tests/test_ptx.py::test_passes_of_shared_experts"),
+    # The grouped kernels
+    fault("last partial tile lost", "paths/grouped_plan.py",
+          "(sizes + jnp.int32(widest - 1)) // jnp.int32(widest)", "sizes // jnp.int32(widest)",
+          "tests/test_grouped.py::test_every_slot_has_a_row_of_its_own_in_a_tile_of_its_expert[300-128-8-32]"),
+    fault("rows of an unaligned expert lie in the tile before", "paths/grouped_plan.py",
+          "    start, first = _before(padded), _before(count)", "    start, first = _before(sizes), _before(count)",
+          "tests/test_grouped.py::test_layer_matches_the_oracle[bf16-relu2]"),
+    fault("last tile of an expert takes rows of the next", "kernels/grouped_matmul.py",
+          "rows = jnp.minimum(rows - done, share * jnp.int32(ROW_ALIGNMENT))",
+          "rows = jnp.minimum(rows, share * jnp.int32(ROW_ALIGNMENT))",
+          "tests/test_grouped.py::test_several_tiles_of_an_expert"),
+    fault("slots of later CTAs not counted, plan kernel", "kernels/grouped_sort.py",
+          "simt.put(sizes, e, before + simt.at(sizes, e))", "simt.put(sizes, e, before)",
+          "tests/test_ptx.py::test_the_plan_kernel_equals_its_plain_form[700]"),
+    # The router kernel
+    fault("ties go to the higher id, router kernel", "kernels/router.py",
+          "ranking.over_own(other) < ranking.over_all(expert)", "ranking.over_own(other) > ranking.over_all(expert)",
+          "tests/test_router_kernel.py::test_equal_rows_tie_exactly_and_the_lower_id_wins"),
+    fault("padded logits are ranked", "kernels/router.py",
+          "key = jnp.where(other < E, order_key(everything), _INT32_MIN)", "key = order_key(everything)",
+          f"{ROUTER}[1-24-512-8-config3-False]"),
+    fault("padded logits are in the softmax", "kernels/router.py",
+          "scores = jnp.where(ranking.over_own(other) < E, scores, zero)", "pass",
+          f"{ROUTER}[1-24-512-8-config3-False]"),
     # Formats
     fault("scale of the neighbouring block", "formats/scaling.py",
           "            scales = jax.lax.slice_in_dim(scales, 0, shape[axis], axis=axis % scales.ndim)",
@@ -136,10 +207,13 @@ FAULTS = [
           "rows, most = rows.astype(jnp.float32), rows.shape[0]",
           "rows, most = rows.astype(jnp.bfloat16), rows.shape[0]",
           "tests/test_gradients.py::test_biases_get_float32_sums_whatever_the_products_round"),
-    fault("ids of other devices wrap into one's own", "parallel.py",
+    fault("ids of earlier devices are not -1", "parallel.py",  # out of range all the same: of the docstring alone
           "    here = (ids >= first) & (ids - first < jnp.int32(num_experts))",
           "    here = ids - first < jnp.int32(num_experts)",
           "tests/test_docs.py::test_docstring_examples[jax_warp_decode.parallel]"),
+    fault("ids of other devices wrap into one's own", "parallel.py",
+          "    return jnp.where(here, ids - first, jnp.int32(-1))", "    return ids % jnp.int32(num_experts)",
+          "tests/test_parallel.py::test_two_processes"),
 ]
 
 
@@ -168,9 +242,11 @@ def attempt(fault: Fault) -> dict:
         (folder / fault.file).write_text(source.replace(fault.old, fault.new))
         done = run_tests(folder, fault.tests, "--fuzz-examples", "80")  # of the 200 of CI, the first in the same order
     lines = done.stdout.splitlines()
-    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    failed = [line for line in lines if line.startswith(("FAILED ", "ERROR tests/"))]
+    # Says whether the fault could run at all, or by what it was found: a wrong value, a race, a read out of bounds.
+    error = [line[1:].strip()[:200] for line in lines if re.match(r"E +(\w+Error: |assert )", line)][-1:]
     outcome = {0: "SURVIVED", 1: "found"}.get(done.returncode, f"pytest ended with code {done.returncode}")
-    return dict(fault=fault.name, file=fault.file, outcome=outcome, by=failed[:1], tests=fault.tests,
+    return dict(fault=fault.name, file=fault.file, outcome=outcome, by=failed[:1], error=error, tests=fault.tests,
                 seconds=round(time.monotonic() - begin, 1), tail=lines[-3:] if outcome != "found" else [])
 
 

@@ -19,7 +19,7 @@ from tiny_models import filled
 from jax_warp_decode import ArgumentError, CheckpointError, UnsupportedError, generate_command, profile_command
 from jax_warp_decode.checkpoints import load_model, save_qwen3_moe
 from jax_warp_decode.kernels.attend import attend
-from jax_warp_decode.kernels.dense_rows import dense_rows
+from jax_warp_decode.kernels.dense_rows import DenseConfig, dense_rows
 from jax_warp_decode.kernels.rms_norm import rms_norm
 from jax_warp_decode.measure import parts, timing
 from jax_warp_decode.models import Qwen3Moe, Qwen3MoeConfig
@@ -180,18 +180,22 @@ def test_attention_adds_the_parts_of_every_split(query_heads, key_heads, lengths
         assert np.isnan(np.asarray(k[row, :, length + 1:])).all()
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_dense_rows_is_the_exact_product_rounded_once(tokens):
+@pytest.mark.parametrize("tokens, size, config", [
+    (1, 512, None), (3, 512, None),
+    (2, 768, DenseConfig(rows=2, unroll=2)),  # three steps: one is left over
+])
+def test_dense_rows_is_the_exact_product_rounded_once(tokens, size, config):
     rng = np.random.default_rng(tokens)
     x, delta, w, gain = (jnp.asarray(rng.normal(size=s), jnp.bfloat16)
-                         for s in ((tokens, 512), (tokens, 512), (16, 512), (512,)))
+                         for s in ((tokens, size), (tokens, size), (16, size), (size,)))
     residual = jnp.asarray(rng.normal(size=(tokens, 16)), jnp.bfloat16)
     wide = [np.asarray(a, np.float64) for a in (x, delta, w, gain, residual)]
     total = wide[0] + wide[1]
     scaled = total / np.sqrt((total**2).mean(-1, keepdims=True) + 1e-6) * wide[3]
-    got = dense_rows((x, delta), w, gain=gain, residuals=(residual,), out_dtype=jnp.float32, interpret=True)
-    # float32 sums of 512 products: each addition rounds by 2^-24 of a partial sum of at most the sum of magnitudes.
-    bound = 512 * 2.0**-23 * (np.abs(scaled) @ np.abs(wide[2]).T + np.abs(wide[4]))
+    got = dense_rows((x, delta), w, gain=gain, residuals=(residual,), out_dtype=jnp.float32, config=config,
+                     interpret=True)
+    # float32 sums: each addition rounds by 2^-24 of a partial sum of at most the sum of magnitudes.
+    bound = size * 2.0**-23 * (np.abs(scaled) @ np.abs(wide[2]).T + np.abs(wide[4]))
     assert np.all(np.abs(np.asarray(got) - (scaled @ wide[2].T + wide[4])) <= bound)
 
 

@@ -50,6 +50,15 @@ def test_layer_matches_the_oracle(interpreter, weights, activation):
     oracle.assert_close(y.astype(x.dtype), case, h_dtype="bfloat16", unit=oracle.TENSOR_CORE_UNIT)
 
 
+def test_several_tiles_of_an_expert(interpreter):
+    """23 rows each, in tiles of 16: the second ends with its expert, as the rows of the next one follow."""
+    config = GroupedConfig(widths=(16,), stages=3, ctas=2)
+    case = oracle.make_case(5, tokens=23, experts=2, hidden=256, intermediate=128, k=2)
+    x, routing, experts = case.args()
+    y = grouped_layer.op(get_activation("silu"), (config, config), grouped_plan.plan, interpreter)(x, routing, experts)
+    oracle.assert_close(y.astype(x.dtype), case, h_dtype="bfloat16", unit=oracle.TENSOR_CORE_UNIT)
+
+
 def test_vmap_merges_tokens_and_maps_experts(monkeypatch):
     calls = []
     monkeypatch.setattr(grouped_layer, "layer", lambda x, routing, experts, **_: (

@@ -10,6 +10,7 @@ import numpy as np
 import oracle
 import pytest
 import test_kernel_formats
+import test_shared
 from ptx.machine import Machine, MachineError
 from ptx.memory import APART, AccessError, Buffer
 from ptx.parse import parse
@@ -194,6 +195,17 @@ def test_shared_experts_without_wgmma(machines, few_ctas):
     case = oracle.make_case(3, tokens=20, k=2, experts=4, hidden=256, intermediate=128, pattern="same")
     check_shared(case, "both", jnp.bfloat16, shared_common.SharedConfig(24, 128, 2, 1, 1, wgmma=False))
     assert not any(m.races.found for m in machines)
+
+
+def test_passes_of_shared_experts(machines, few_ctas):
+    """Ten tokens on the same two experts, eight slots at a time: each pass selects its own."""
+    case = oracle.make_case(4, tokens=10, k=2, experts=3, hidden=128, intermediate=64, pattern="same")
+    check_shared(case, "gate_up", jnp.bfloat16, shared_common.SharedConfig(8, 64, 2, 1, 1))
+    assert not any(m.races.found for m in machines)
+
+
+def test_a_row_of_shared_experts_near_the_largest_float32(machines, few_ctas):
+    test_shared.check_down(*test_shared.large_row())
 
 
 def check_shared(case, kernels, h_dtype, config=None):

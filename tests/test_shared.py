@@ -87,10 +87,28 @@ def test_scales_of_blocks_that_begin_anywhere(interpreter):
     w = quantize(jnp.asarray(rng.standard_normal((16, 128, 384)), jnp.bfloat16), "fp8_block128")
     h = jnp.asarray(rng.standard_normal((1, 3, 384)), jnp.bfloat16)
     ids, weights = jnp.array([[1, 14, 15]]), jnp.array([[1.0, -2.0, 0.5]])
-    y = moe_down_shared(h, ids, weights, w, out_dtype=jnp.float32, interpret=interpreter)
+    check_down(h, ids, weights, w, interpret=interpreter)
+
+
+def check_down(h, ids, weights, w, **options):
+    """One token's down projection against the exact one."""
+    y = moe_down_shared(h, ids, weights, w, out_dtype=jnp.float32, **options)
     w, h, weights = (np.asarray(a, np.float64) for a in (w.dequantize(jnp.float32)[ids[0]], h[0], weights[0]))
     want, size = (np.einsum("knm,km,k->n", *parts) for parts in ((w, h, weights), map(np.abs, (w, h, weights))))
-    assert np.all(np.abs(np.asarray(y[0], np.float64) - want) <= 384 * oracle.TENSOR_CORE_UNIT * size)
+    assert np.all(np.abs(np.asarray(y[0], np.float64) - want) <= h.shape[1] * oracle.TENSOR_CORE_UNIT * size)
+
+
+def large_row(exponent=121):
+    """What `check_down` takes, with a row whose factor is beyond one float32."""
+    rng = np.random.default_rng(6)
+    h = jnp.asarray(rng.standard_normal((1, 1, 64)) * 2.0**exponent, jnp.bfloat16)
+    assert shared_mx.to_float16(h)[1].item() > 254
+    w = quantize(jnp.asarray(rng.standard_normal((2, 128, 64)) / 64, jnp.bfloat16), "mxfp8")
+    return h, jnp.array([[1]]), jnp.array([[0.5]]), w
+
+
+def test_rows_near_the_largest_float32(interpreter):
+    check_down(*large_row(), interpret=interpreter)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
@@ -118,10 +136,14 @@ def test_rows_with_inf_and_nan_as_float16():
 
 
 @pytest.mark.parametrize("tokens", [8, 24])
-@pytest.mark.parametrize("pattern", ["uniform", "skipped", "same", "repeated", "none"])
+@pytest.mark.parametrize("pattern", ["uniform", "skipped", "same", "repeated", "none", "full or not"])
 def test_groups(pattern, tokens):
     """Every routed slot is in exactly one group of its expert, experts ascend, and no group is empty."""
-    ids = oracle.make_ids(np.random.default_rng(tokens), 40, 6, 4, pattern).reshape(-1)
+    rng = np.random.default_rng(tokens)
+    if pattern == "full or not":
+        ids = rng.permutation(np.repeat(np.arange(6), [0, 1, tokens - 1, tokens, tokens + 1, 2 * tokens + 1]))
+    else:
+        ids = oracle.make_ids(rng, 40, 6, 4, pattern).reshape(-1)
     expert, place, info, order, total = map(np.asarray, shared_common.plan_tables(jnp.asarray(ids), 6, tokens))
     counts = [np.sum(ids == e) for e in range(6)]
     want = [(e, (q + 1) * (c > tokens), np.flatnonzero(ids == e)[q * tokens:(q + 1) * tokens].tolist())
