@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from bench.report import Report, need_gpu
-from jax_warp_decode import Routing, moe, route_tokens
+from jax_warp_decode import moe, route_tokens
 from jax_warp_decode.measure.inputs import make_experts, make_x
 from jax_warp_decode.measure.variants import Variant, compare, compile_reference, describe, measure
 from jax_warp_decode.presets import get_preset
@@ -55,7 +55,7 @@ def run(preset, format: str, options, weights: list) -> list[dict]:
     for batch in options.batch:
         layers = make_layers(preset, batch, weights)
         x, _, experts, routing = layers[0]
-        arguments = x.astype(jnp.float32), Routing(routing.ids, routing.weights), experts
+        arguments = x.astype(jnp.float32), routing, experts
         check = compare([compile_reference(*arguments)(*arguments)], TOLERANCE)
         found = [Variant(dict(model=preset.name, format=format, batch=batch, form=name), form, calls, check)
                  for name, (form, calls) in forms(preset, layers, stack).items()]
