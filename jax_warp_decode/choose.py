@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable
 
 import jax
@@ -237,3 +238,9 @@ def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
     load = tokens * slots / experts.num_experts
     pairs = f"{tokens} tokens x {slots} slots on {experts.num_experts} experts: {load:.3g} pairs per expert"
     return Choice(chosen, "; ".join([pairs, *reasons]))
+
+
+def warn_if_slow(choice: Choice, strategy: str) -> None:
+    """Warns where "auto" found nothing but the float32 reference for a GPU; for all that turn "auto" into a name."""
+    if strategy == "auto" and choice.strategy == "reference" and jax.default_backend() == "gpu":
+        warnings.warn(f"moe: strategy 'auto' takes 'reference', which is slow: {choice.reason}", stacklevel=4)

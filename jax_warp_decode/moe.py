@@ -1,14 +1,12 @@
 """The op: check the arguments once, choose a strategy, run it."""
 
-import warnings
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_warp_decode import batch_axes, placement, varying
 from jax_warp_decode.activations import Activation, get_activation
-from jax_warp_decode.choose import TABLE, Choice, choose, no_gpu_reason
+from jax_warp_decode.choose import TABLE, choose, no_gpu_reason, warn_if_slow
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import DENSE_FORMATS, ExpertWeights
 from jax_warp_decode.kernels import checks
@@ -123,8 +121,7 @@ def apply(x, routing, experts, *, layer, activation, strategy, activation_format
         if not TABLE[strategy].decode or interpret or not no_gpu_reason():
             raise
         raise UnsupportedError(f"{error}; or pass interpret=True to run the kernels slowly on the CPU") from None
-    if slow := slow_choice(choice, strategy):
-        warnings.warn(slow, stacklevel=3)
+    warn_if_slow(choice, strategy)
     placement.check_explicit(x, routing, experts, follows=choice.strategy == "reference")
     path = TABLE[choice.strategy]
     if activation_format and not path.activation_format:
@@ -148,13 +145,6 @@ def apply(x, routing, experts, *, layer, activation, strategy, activation_format
         else:
             y = path.run(x, routing, experts, activation=act, out_dtype=out_dtype, **options)
     return varying.like(y, operands).reshape(shape)  # inside shard_map, JAX takes a kernel's result for replicated
-
-
-def slow_choice(choice: Choice, strategy: str) -> str:
-    """What to warn of, if "auto" found nothing but the float32 reference for a GPU; else an empty string."""
-    if strategy != "auto" or choice.strategy != "reference" or jax.default_backend() != "gpu":
-        return ""
-    return f"moe: strategy 'auto' takes 'reference', which is slow: {choice.reason}"
 
 
 def _weighted_rows(x, routing, num_experts, strategy):

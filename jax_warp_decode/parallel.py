@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from jax_warp_decode import batch_axes, placement
 from jax_warp_decode import exchange as exchanges
-from jax_warp_decode.choose import choose
+from jax_warp_decode.choose import choose, warn_if_slow
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.experts import ExpertWeights
 from jax_warp_decode.formats import FORMATS, QuantizedArray
@@ -316,10 +316,11 @@ def _share(x, routing, experts, weight=None, *, expert_axes, tensor_axes, layer,
         routing = Routing(local_ids(ids, me * jnp.int32(E), E) if expert_axes else ids, routing.weights)
     if strategy == "auto" and options["activation_format"]:  # as in `moe`
         strategy = "expert_centric"
-    strategy = choose(
+    choice = choose(
         math.prod(rows), experts, experts_per_token=routing.ids.shape[-1], x_dtype=x.dtype, strategy=strategy,
-        interpret=options["interpret"], shares=shares).strategy
-    return apply(x, routing, experts, layer=layer, strategy=strategy, whole=False, **options)
+        interpret=options["interpret"], shares=shares)
+    warn_if_slow(choice, strategy)
+    return apply(x, routing, experts, layer=layer, strategy=choice.strategy, whole=False, **options)
 
 
 def local_ids(ids: jax.Array, first: jax.Array, num_experts: int) -> jax.Array:

@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
+import importlib
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from jax.sharding import AxisType
 
 from jax_warp_decode import (
     ACTIVATIONS,
@@ -24,9 +27,12 @@ from jax_warp_decode import (
     moe,
     quantize,
 )
-from jax_warp_decode.choose import TABLE, measured_format
-from jax_warp_decode.moe import slow_choice
-from jax_warp_decode.paths import warp_decode
+from jax_warp_decode.choose import TABLE, measured_format, warn_if_slow
+from jax_warp_decode.layers import MoE
+from jax_warp_decode.parallel import ExpertSharding, moe_sharded
+from jax_warp_decode.paths import grouped_gemm, warp_decode
+
+choose_module = importlib.import_module("jax_warp_decode.choose")  # the package has a function of this name
 
 SMALL = dict(tokens=2, experts=4, hidden=128, intermediate=64, k=2)
 H_DTYPE = {"bf16": "float32", "mxfp8": "bfloat16"}  # the intermediate of warp decode, by weight format
@@ -385,10 +391,28 @@ def test_a_routing_may_be_nested_lists_and_nothing_else():
 
 def test_auto_warns_where_only_the_float32_reference_runs_on_a_gpu(monkeypatch):
     slow = Choice("reference", "the GPU has compute capability 8.0")
-    assert not slow_choice(slow, "auto")  # no GPU
+    with warnings.catch_warnings(action="error"):
+        warn_if_slow(slow, "auto")  # no GPU
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        warn_if_slow(slow, "reference")
+        warn_if_slow(Choice("expert_centric", ""), "auto")
+    with pytest.warns(match="takes 'reference', which is slow: the GPU has"):
+        warn_if_slow(slow, "auto")
+
+
+@pytest.mark.parametrize("call", ["moe", "MoE", "moe_sharded"])
+def test_whoever_resolves_auto_warns(monkeypatch, call):
+    monkeypatch.setattr(choose_module, "no_gpu_reason", lambda: "the GPU has compute capability 8.0")
+    monkeypatch.setattr(grouped_gemm, "refusal", lambda *sizes: "not on this GPU")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert "takes 'reference', which is slow: the GPU has" in slow_choice(slow, "auto")
-    assert not slow_choice(slow, "reference") and not slow_choice(Choice("expert_centric", ""), "auto")
+    x, routing, experts = good().values()
+    layer = MoE.from_weights(jnp.ones((experts.num_experts, experts.hidden), x.dtype), experts, 2)
+    mesh = ExpertSharding(jax.make_mesh((1,), ("e",), axis_types=(AxisType.Auto,)), expert_axis="e")
+    calls = {"moe": lambda: moe(x, routing, experts), "MoE": lambda: layer(x),
+             "moe_sharded": lambda: moe_sharded(x, routing, experts, mesh)}
+    with pytest.warns(match="strategy 'auto' takes 'reference', which is slow: .*capability 8.0") as caught:
+        calls[call]()
+    assert len(caught) == 1
 
 
 def test_scales_of_the_wrong_shape_are_refused():

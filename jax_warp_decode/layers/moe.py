@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_warp_decode import batch_axes
 from jax_warp_decode.activations import Activation, get_activation
-from jax_warp_decode.choose import TABLE, Choice
+from jax_warp_decode.choose import TABLE, Choice, warn_if_slow
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.experts import ExpertWeights, is_float
 from jax_warp_decode.explain import Explanation, explain
@@ -345,13 +345,15 @@ class MoE(nnx.Module):
         experts = self.experts
         experts.check()
         # Refused here, a strategy comes without the hint of `moe` at an option that the layer does not have.
-        strategy = self.choice(tokens.shape[0], tokens.dtype).strategy
+        choice = self.choice(tokens.shape[0], tokens.dtype)
+        strategy = choice.strategy
         routing = self.route(tokens, "auto" if TABLE[strategy].decode else "xla")
         options: dict[str, Any] = dict(activation=self.activation, weight_on=self.weight_on)
         gate = self._gate(tokens)
         if self.num_shared_experts and self.shared is None:
             routing, gate = with_shared(routing, self.num_experts, experts.num_experts, gate), None
         if self.sharding is None:
+            warn_if_slow(choice, self.strategy)
             y = moe(tokens, routing, experts, strategy=strategy, **options)
         else:  # which chooses for the shared experts apart
             y = moe_sharded(tokens, routing, experts, self.sharding, shared=self.shared_experts, shared_weight=gate,
