@@ -7,7 +7,7 @@ processes of a tool take turns in the cases, most of whose time is compiling. Me
 see ALLOCATOR, and the results are compared with the float64 oracle, so that a case which computed nothing cannot pass.
 A case that ends its process, or takes long, has another try as the first of a new process, which also goes on with the
 next ones; the report names it, and a second time is a failure. One more process of a tool runs a kernel with a planted
-fault which that tool must find (synccheck: none); for memcheck, a read just behind a buffer.
+fault which that tool must find; for memcheck, a read just behind a buffer.
 
 initcheck leaves out kernels whose name contains "fusion", XLA's, see XLA_FUSIONS.
 
@@ -38,7 +38,6 @@ from bench.report import commit, replace_text
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
-PLANTED = {"memcheck", "initcheck", "racecheck"}  # tools that must find a fault
 # body: the grouped GEMM of JAX that expert_centric runs; the last two are Triton's.
 OUR_KERNELS = re.compile(r"moe_|mosaic_gpu|^body|^rms_norm|^decode_attention")
 # initcheck takes what TMA stored from a tile for unwritten, as the control shows that runs beside. Of XLA's kernels,
@@ -81,7 +80,7 @@ def child(options) -> None:
     if options.share == options.processes:
         chosen = [("planted", functools.partial(sanitize_controls.planted, tool))]
     else:
-        chosen = [case for case in sanitize_cases.cases(tool) if options.filter in case[0]]
+        chosen = [case for case in sanitize_cases.cases() if options.filter in case[0]]
         chosen = chosen[options.share::options.processes]
     ended, again = outcomes(read_records(path))
     chosen.sort(key=lambda case: case[0] not in again)
@@ -295,7 +294,7 @@ def main(arguments=None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         shares = {tool: [Share(sanitizer, tool, n, folder, options, begin + options.seconds)
-                         for n in range(options.processes + (tool in PLANTED))] for tool in tools}
+                         for n in range(options.processes + 1)] for tool in tools}
         running = [share for of_tool in shares.values() for share in of_tool]
         for share in running:
             share.start()

@@ -3,6 +3,16 @@
 import functools
 import math
 
+# A GPU lets the others pass: its barrier waits for warps that have not ended.
+HALF_LEAVES = """{
+  .reg .pred p;
+  .reg .b32 thread;
+  mov.u32 thread, %tid.x;
+  setp.ge.u32 p, thread, 64;
+  @p exit;
+  bar.sync 0;
+}"""
+
 
 def _kernel(body, name, *scratch, size=512):
     """[size] float32 -> the same, in one warpgroup, without the barriers that Pallas would add."""
@@ -84,3 +94,12 @@ def planted(tool):
             y_ref[...] = _load(shared)
 
         run(_kernel(no_barrier, "planted_racecheck", plgpu.SMEM((512,), jnp.float32)), x)
+    elif tool == "synccheck":
+        from jax.experimental.mosaic import gpu as mgpu
+
+        def half_leaves(x_ref, y_ref):
+            y_ref[...] = _load(x_ref)
+            plgpu.inline_mgpu()(lambda _: mgpu.utils.inline_ptx(
+                HALF_LEAVES, has_side_effects=True, convergent=True))()
+
+        run(_kernel(half_leaves, "planted_synccheck"), x)

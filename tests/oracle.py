@@ -120,6 +120,7 @@ TENSOR_CORE_UNIT = 2.0**-23  # tensor cores truncate their float32 sums instead 
 # and of rounding errors, which fill [-c_i, c_i], only one in 1e23 does. Worst-case bounds grow with n instead of
 # sqrt(n) and would miss a bfloat16 sum at the sizes of real models (Higham & Mary 2019, SIAM J. Sci. Comput. 41(5)).
 LAMBDA = 6.0
+MANY = 2048  # elements whose L2 error is near its expectation
 
 
 def _sum_error(n, norm, unit):
@@ -143,20 +144,42 @@ def _norm(a, w):
     return np.sqrt(np.square(a, dtype=np.float32) @ np.square(w, dtype=np.float32).T).astype(np.float64)
 
 
-def _project(x, w, b, unit):
+@dataclasses.dataclass(frozen=True)
+class Rounded:
+    """What a path rounds besides the intermediate and y: the dtypes of the products of gate and up, of the rows of down
+    before they are combined, and of weights whose format it widens."""
+
+    products: str = "float32"
+    rows: str = "float32"
+    weights: str = "float32"
+
+    @property
+    def count(self):
+        """Roundings to a narrow type on the way of a value, that of the intermediate and that of y included."""
+        narrow = [dtype != "float32" for dtype in (self.products, self.rows, *[self.weights] * 3)]
+        return 2 + sum(narrow)
+
+
+def _stored(value, err, dtype):
+    """The bound `err` after values of this size were stored; float32 is what they were."""
+    return err if dtype == "float32" else err + _store_error(np.abs(value) + err, dtype)
+
+
+def _project(x, w, b, unit, rounded):
     """w x + b of rows x [N, H]: exact [N, I] and a bound on the error of its float32 sum."""
-    terms = 2 * x.shape[1] + 1  # products, sums and the bias
-    if b is None:
-        return x @ w.T, _sum_error(terms - 1, _norm(x, w), unit)
-    return x @ w.T + b, _sum_error(terms, np.hypot(_norm(x, w), b), unit)
+    terms = 2 * x.shape[1] + (b is not None)  # products, sums and the bias
+    size = _norm(x, w)
+    widened = LAMBDA * UNIT[rounded.weights] * size if rounded.weights != "float32" else 0.0
+    exact, size = (x @ w.T, size) if b is None else (x @ w.T + b, np.hypot(size, b))
+    return exact, _stored(exact, _sum_error(terms, size, unit) + widened, rounded.products)
 
 
-def _hidden(x, expert, act, h_dtype, unit):
+def _hidden(x, expert, act, h_dtype, unit, rounded):
     """h = act(w_gate x, w_up x) of rows x [N, H]: exact [N, I] and a bound on its error as stored in h_dtype."""
-    up, up_err = _project(x, expert.w_up, expert.b_up, unit)
+    up, up_err = _project(x, expert.w_up, expert.b_up, unit, rounded)
     gate, gate_err = up, up_err
     if act.gated:
-        gate, gate_err = _project(x, expert.w_gate, expert.b_gate, unit)
+        gate, gate_err = _project(x, expert.w_gate, expert.b_gate, unit, rounded)
     f, u = act.f(gate), act.u(up)
     h = f * u
     err = act.slope * gate_err * np.abs(u) + (np.abs(f) + act.slope * gate_err) * up_err
@@ -227,16 +250,16 @@ class Case:
         """y [T, H] in float64. Reads only experts and rows that are routed."""
         return self.solve("float32", UNIT["float32"])[0]
 
-    def solve_hidden(self, h_dtype, unit):
+    def solve_hidden(self, h_dtype, unit, rounded=Rounded()):
         """(exact h, bound on its error as stored in h_dtype), float64 [T, K, I]; zero in slots that are not routed."""
         h, err = np.zeros((2, *self.ids.shape, _part(self.w_up).shape[1]))
         for e in np.unique(self.ids[self.routed()]):
             rows, slots = np.nonzero(self.ids == e)
             x = self.x[rows].astype(np.float64)
-            h[rows, slots], err[rows, slots] = _hidden(x, self.expert(e), self.act, h_dtype, unit)
+            h[rows, slots], err[rows, slots] = _hidden(x, self.expert(e), self.act, h_dtype, unit, rounded)
         return h, err
 
-    def solve(self, h_dtype, unit):
+    def solve(self, h_dtype, unit, rounded=Rounded()):
         """(exact y, bound on the error of a float32 computation before it stores y), float64 [T, H]."""
         y, err, size = np.zeros((3, self.x.shape[0], _part(self.w_down).shape[1]))
         for e in np.unique(self.ids[self.routed()]):
@@ -244,12 +267,16 @@ class Case:
             expert = self.expert(e)
             w_down = expert.w_down
             b_down = np.zeros(len(w_down)) if expert.b_down is None else expert.b_down
-            h, h_err = _hidden(self.x[rows].astype(np.float64), expert, self.act, h_dtype, unit)
+            h, h_err = _hidden(self.x[rows].astype(np.float64), expert, self.act, h_dtype, unit, rounded)
             w = self.weights[rows, slots].astype(np.float64)[:, None]
-            np.add.at(y, rows, w * (h @ w_down.T + b_down))
-            # The signs of w_down are random whatever the errors of h are.
-            np.add.at(err, rows, np.abs(w) * LAMBDA * _norm(h_err, w_down))
-            np.add.at(size, rows, np.abs(w) * np.hypot(_norm(np.abs(h) + h_err, w_down), b_down))
+            row, row_size = h @ w_down.T + b_down, _norm(np.abs(h) + h_err, w_down)
+            np.add.at(y, rows, w * row)
+            # The signs of w_down are random whatever the errors of h are, and so are the roundings of w_down.
+            row_err = LAMBDA * _norm(h_err, w_down)
+            if rounded.weights != "float32":
+                row_err += LAMBDA * UNIT[rounded.weights] * row_size
+            np.add.at(err, rows, np.abs(w) * _stored(row, row_err, rounded.rows))
+            np.add.at(size, rows, np.abs(w) * np.hypot(row_size, b_down))
         # I products and sums, then K more with the routing weights, which have no random signs.
         err += _sum_error(2 * _part(self.w_up).shape[1] + (self.b_down is not None), size, unit)
         return y, err + 2 * self.ids.shape[1] * unit * (size + np.abs(y))
@@ -357,7 +384,7 @@ def shared_h_dtype(case) -> str:
     return "float16" if isinstance(case.w_up, Quantized) else "bfloat16"
 
 
-def assert_close(y, case, *, h_dtype="float32", unit=UNIT["float32"]):
+def assert_close(y, case, *, h_dtype="float32", unit=UNIT["float32"], rounded=Rounded()):
     """Asserts that y [T, H] is the layer's output in x's dtype, within the derived bound of every element.
 
     The bound holds for any order of summation in float32 and for weights with random signs, as `make_case` draws
@@ -366,14 +393,26 @@ def assert_close(y, case, *, h_dtype="float32", unit=UNIT["float32"]):
     Args:
       h_dtype: what the intermediate h [T, K, I] is stored in: "float32", "bfloat16", "float16" or "mxfp8".
       unit: unit roundoff of the sums; `TENSOR_CORE_UNIT` where tensor cores may do them.
+      rounded: what else the path rounds.
 
     Returns:
       The largest error relative to its bound, at most 1.
     """
     y = np.asarray(y)
     assert y.dtype == case.x.dtype, f"y is {y.dtype}, x is {case.x.dtype}"
-    exact, bound = case.solve(h_dtype, unit)
+    exact, bound = case.solve(h_dtype, unit, rounded)
     return _compare("y", y, exact, bound + _store_error(np.abs(exact) + bound, y.dtype.name), case)
+
+
+def assert_rounded_close(y, case, rounded):
+    """Asserts the same of y by a path that rounds that much to bfloat16, and the intermediate, with products on tensor
+    cores; and where y has many elements that its L2 error is that of so many roundings, uniform ones, which a small
+    error of all elements would exceed."""
+    assert_close(y, case, h_dtype="bfloat16", unit=TENSOR_CORE_UNIT, rounded=rounded)
+    exact = np.nan_to_num(case.exact)
+    error = np.linalg.norm(np.nan_to_num(np.asarray(y, np.float64)) - exact)
+    limit = UNIT["bfloat16"] * np.sqrt(rounded.count / 3) * np.linalg.norm(exact)
+    assert error <= limit or exact.size < MANY, f"L2 error {error}, expected at most {limit}"
 
 
 def assert_hidden_close(h, case, *, unit=UNIT["float32"]):

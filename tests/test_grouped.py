@@ -46,8 +46,7 @@ def test_layer_matches_the_oracle(interpreter, weights, activation):
     x, routing, experts = case.args()
     run = grouped_layer.op(get_activation(activation), (CONFIG, CONFIG), grouped_plan.plan, interpreter)
     y = run(x, routing, experts)
-    # The rows of down are rounded to bfloat16 too: the bound of an error of 2^-8 of each term, by its size.
-    oracle.assert_close(y.astype(x.dtype), case, h_dtype="bfloat16", unit=oracle.TENSOR_CORE_UNIT)
+    oracle.assert_rounded_close(y.astype(x.dtype), case, oracle.Rounded(rows="bfloat16"))
 
 
 def test_several_tiles_of_an_expert(interpreter):
@@ -56,7 +55,7 @@ def test_several_tiles_of_an_expert(interpreter):
     case = oracle.make_case(5, tokens=23, experts=2, hidden=256, intermediate=128, k=2)
     x, routing, experts = case.args()
     y = grouped_layer.op(get_activation("silu"), (config, config), grouped_plan.plan, interpreter)(x, routing, experts)
-    oracle.assert_close(y.astype(x.dtype), case, h_dtype="bfloat16", unit=oracle.TENSOR_CORE_UNIT)
+    oracle.assert_rounded_close(y.astype(x.dtype), case, oracle.Rounded(rows="bfloat16"))
 
 
 def test_vmap_merges_tokens_and_maps_experts(monkeypatch):

@@ -4,7 +4,10 @@ import inspect
 import json
 import sys
 
+import pytest
+
 from bench import sanitize, sanitize_cases
+from jax_warp_decode.kernels import shared_common
 
 LOG = """========= COMPUTE-SANITIZER
 ========= Invalid __global__ read of size 4 bytes
@@ -67,26 +70,34 @@ def test_another_process_goes_on_where_one_ended(tmp_path, monkeypatch):
         "import os, signal, sys\nfrom bench import sanitize_cases as s\n"
         "kill = lambda: os.kill(os.getpid(), signal.SIGKILL)\n"
         f"once = lambda: os.path.exists('{tmp_path}/once') or [open('{tmp_path}/once', 'w'), kill()]\n"
-        "s.cases = lambda tool: [('a', int), ('b', kill), ('c', once), ('d', int)]\n")
+        "s.cases = lambda: [('a', int), ('b', kill), ('c', once), ('d', int)]\n"
+        "s.sanitize_controls.planted = str\n")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{sanitize.ROOT}")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert sanitize.main(["--out", str(tmp_path), "--tool", "synccheck", "--processes", "1", "--seconds", "60"]) == 1
     (tool,) = json.loads((tmp_path / "sanitize.json").read_text())["tools"]
     assert [(c["case"], c["outcome"]) for c in tool["cases"]] == [
-        ("a", "ok"), ("b", "begun"), ("c", "ok"), ("d", "ok")]
-    assert tool["exit_codes"] == [[-9, -9, -9, 0]] and tool["tried_again"] == ["b", "c"]
-    assert [p.split(" (")[0] for p in tool["problems"]] == ["b: ended its process"]
+        ("a", "ok"), ("b", "begun"), ("c", "ok"), ("d", "ok"), ("planted", "ok")]
+    assert tool["exit_codes"] == [[-9, -9, -9, 0], [0]] and tool["tried_again"] == ["b", "c"]
+    assert [p.split(" (")[0] for p in tool["problems"]] == ["b: ended its process", "the planted fault was not found"]
 
 
 def test_the_cases_have_names_of_their_own():
-    names = [name for name, _ in sanitize_cases.cases("initcheck")]
+    names = [name for name, _ in sanitize_cases.cases()]
     assert len(set(names)) == len(names) > 50
-    assert names == [name for name, _ in sanitize_cases.cases("memcheck")]
 
 
 def test_the_cases_can_be_called():
     """None of them runs on a CPU, so that arguments which a function does not take would be found on a GPU only."""
-    for tool in sanitize.TOOLS:
-        for _, run in sanitize_cases.cases(tool):
-            inspect.signature(run).bind()
+    for _, run in sanitize_cases.cases():
+        inspect.signature(run).bind()
+
+
+@pytest.mark.parametrize("format", sanitize_cases.SHARED)
+def test_the_configurations_of_shared_decode_fit(format):
+    experts, hidden, intermediate, k = sanitize_cases.SHAPES["blocks"]
+    for config in sanitize_cases.SHARED_CONFIGS:
+        for cols, matrices in ((hidden, 2), (intermediate, 1)):
+            shared_common.check_config(
+                shared_common.SharedConfig(**config), cols, format, 33 * k, experts, matrices)
