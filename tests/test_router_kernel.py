@@ -2,7 +2,7 @@
 
 The interpreter runs every warpgroup in a thread of its own and stands still if the CPU has too few, so the tests keep
 to two of them. It knows neither PTX nor the shared memory of another CTA: the exchange between CTAs goes through global
-memory there, and only tests/test_gpu_router.py runs it as it is on a GPU.
+memory there. As it is on a GPU, tests/test_ptx_clusters.py runs it, and on one tests/test_gpu_router.py.
 """
 
 import functools

@@ -7,13 +7,16 @@
     data        loads, stores, conversions, atomic operations
     warp        what lanes of a warp do together: shuffles, votes, matrix fragments
     copies      asynchronous copies, tensor maps and their barriers
-    races       what two warps do to the same word of shared memory without a barrier in between
+    clusters    CTAs that reach each other's shared memory, their barrier, asynchronous stores
+    races       what two warps do to the same word of shared memory without an order between the two
+    schedule    whose turn it is, and when asynchronous stores and copies land
     host        the host side of a Mosaic GPU kernel: its grid, its parameters, its tensor maps
     launch      compiles `plgpu.kernel` ahead of time and runs it here instead of on a device
 
 Section numbers in comments are those of NVIDIA's "Parallel Thread Execution ISA" 9.0.
 
 What it finds: what does not compile, wrong values, access out of bounds or misaligned, deadlocks, reads of memory that
-nobody wrote or of copies that nobody waited for, many races in shared memory. What it does not: races in global memory
-or of asynchronous reads, what ptxas makes of the PTX, speed. It has no clusters.
+nobody wrote or of copies that nobody waited for, many races in shared memory, use of a CTA's memory before it starts or
+after it exits. What it does not: races in global memory or of asynchronous reads, missing fences between proxies, what
+ptxas makes of the PTX, speed. It has no copies to several CTAs of a cluster.
 """

@@ -275,7 +275,7 @@ def _branch(modifiers, operands):
 
 
 def _ignored(modifiers, operands):
-    """Fences and hints: memory here is always consistent."""
+    """Hints."""
     return lambda m: False
 
 
@@ -291,6 +291,6 @@ OPERATIONS = {
         _funnel_left if modifiers[0] == "l" else _funnel_right, [], operands, [U32] * 3),
     "bra": _branch,
     "ret": lambda modifiers, operands: lambda m: m.finish(), "exit": lambda modifiers, operands: lambda m: m.finish(),
-    **dict.fromkeys(("fence", "membar", "prefetch", "prefetchu", "griddepcontrol", "setmaxnreg", "nanosleep",
+    **dict.fromkeys(("prefetch", "prefetchu", "griddepcontrol", "setmaxnreg", "nanosleep",
                      "applypriority", "createpolicy"), _ignored),
 }

@@ -1,6 +1,6 @@
 """Asynchronous copies and the barriers that announce them (ISA 9.7.9.25 to 9.7.9.27, 9.7.13.15).
 
-A copy is carried out as late as possible: one through a tensor map when no thread can go on without it, one of
+A copy through a tensor map is carried out when the schedule says so, or when no thread can go on without it; one of
 `cp.async` when its group is waited for. Until then its destination holds poison.
 """
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from ptx.arithmetic import PRED, U32, U64
 from ptx.memory import AccessError
+from ptx.races import Order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,7 @@ class TensorMap:
 class _Barrier:
     count: int
     missing: int
+    order: Order
     bytes: int = 0
     phase: int = 0
     waiting: list = dataclasses.field(default_factory=list)
@@ -76,32 +78,51 @@ class Copies:
             raise AccessError(f"{self.machine.where}: no barrier was initialised at {int(address)}")
         return self.barriers[key]
 
+    def check_barriers(self, words: np.ndarray) -> None:
+        """None of these words of shared memory may be an mbarrier's."""
+        pairs = [(cta * self.machine.memory.stride + address) // 8 for cta, address in self.barriers]
+        if np.isin(words // 2, pairs).any():
+            raise AccessError(f"{self.machine.where}: store to an mbarrier")
+
+    def take_off(self, barrier: _Barrier, size: int) -> None:
+        """Bytes that have landed, perhaps before they were announced."""
+        barrier.bytes -= size
+        self.settle(barrier)
+
     def settle(self, barrier: _Barrier) -> None:
         if barrier.missing < 0:
             raise AccessError(f"{self.machine.where}: more arrivals at a barrier than the {barrier.count} it expects")
+        if abs(barrier.bytes) > MAX_BYTES:
+            raise AccessError(f"{self.machine.where}: {barrier.bytes} bytes at a barrier that counts to {MAX_BYTES}")
         if barrier.missing == 0 and barrier.bytes == 0:
             barrier.missing, barrier.phase = barrier.count, barrier.phase + 1
+            self.machine.races.complete(barrier.order)
             for lanes in barrier.waiting:
                 self.machine.release(lanes)
             barrier.waiting = []
 
-    def land(self) -> bool:
-        """Carries out the oldest copy, if there is one."""
-        if not self.flying:
-            return False
-        self.flying.pop(0)()
-        return True
+    def land(self, which) -> None:
+        """Carries out some of what is in flight."""
+        for place in sorted(which, reverse=True):
+            self.flying.pop(place)()
 
-    def poison(self, cta: int, address: np.ndarray) -> np.ndarray:
-        """Offsets of bytes in shared memory, which hold nothing from now on."""
+    def describe(self) -> list[str]:
+        """Of the barriers at which threads wait."""
+        return [f"the barrier at {address} of CTA {cta}, whose phase {b.phase} lacks {b.missing} arrivals and "
+                f"{b.bytes} bytes" for (cta, address), b in self.barriers.items() if b.waiting]
+
+    def places(self, cta: int, address: np.ndarray) -> np.ndarray:
+        """Offsets of bytes in shared memory."""
         memory = self.machine.memory
         if address.min() < 0 or address.max() >= memory.shared_bytes:
             raise AccessError(f"{self.machine.where}: copy to bytes {address.min()} to {address.max()} of "
                               f"{memory.shared_bytes} of shared memory")
-        offset = address + cta * memory.stride
+        return address + cta * memory.stride
+
+    def spoil(self, offset: np.ndarray) -> None:
+        """Leaves nothing there."""
+        memory = self.machine.memory
         memory.shared.data[offset], memory.shared.known[offset] = 0xFF, 0
-        self.machine.races.forget(offset // 4)
-        return offset
 
     def put(self, offset: np.ndarray, data: np.ndarray) -> None:
         memory = self.machine.memory
@@ -109,6 +130,8 @@ class Copies:
 
 
 # --------------------------------------------------------------------------------------------------------- mbarrier
+
+MAX_BYTES = 2**20 - 1  # either way
 
 
 def _mbarrier(modifiers, operands):
@@ -120,10 +143,12 @@ def _initialise(modifiers, operands):
     def run(m):
         addresses = m.address(operands[0])
         counts = np.broadcast_to(m.read(operands[1], U32), (m.active,))
-        for cta, address, count in zip(m.mine(m.cta), addresses, counts, strict=True):
+        for thread, cta, address, count in zip(m.numbers, m.mine(m.cta), addresses, counts, strict=True):
             if address % 8:
                 raise AccessError(f"{m.where}: a barrier at {address}")
-            m.copies.barriers[int(cta), int(address)] = _Barrier(int(count), int(count))
+            before = m.copies.barriers.get((int(cta), int(address)))
+            order = m.races.order(int(thread), before and before.order)
+            m.copies.barriers[int(cta), int(address)] = _Barrier(int(count), int(count), order)
         return False
 
     return run
@@ -133,16 +158,21 @@ def _arrive(modifiers, operands):
     """Every lane arrives once, and with expect_tx announces bytes."""
     announces = "expect_tx" in modifiers
     arrives = modifiers[0] == "arrive"
+    scope = next((s for s in ("relaxed", "cluster") if s in modifiers), "cta")
     place, *rest = operands[1:] if arrives else operands
 
     def run(m):
-        addresses, cta = m.address(place), m.mine(m.cta)
+        (addresses, home), cta = m.clusters.home(m.address(place), m.mine(m.cta), m.where), m.mine(m.cta)
         number = np.broadcast_to(m.read(rest[0], U32), (m.active,)) if rest else np.ones(m.active, U32)
-        for c, address in sorted(set(zip(cta.tolist(), addresses.tolist(), strict=True))):
-            barrier, mine = m.copies.barrier(c, address), (cta == c) & (addresses == address)
+        for c, h, address in sorted(set(zip(cta.tolist(), home.tolist(), addresses.tolist(), strict=True))):
+            barrier, mine = m.copies.barrier(h, address), (cta == c) & (home == h) & (addresses == address)
+            m.races.find_made(m.numbers[mine], barrier.order)
+            if c != h:
+                m.races.touch(m.numbers[mine], (h * m.memory.stride + address) // 4)
             if announces:
                 barrier.bytes += int(number[mine].sum())
             if arrives:
+                m.races.arrive(barrier.order, m.numbers[mine], c != h, scope)
                 barrier.missing -= int(mine.sum()) if announces else int(number[mine].sum())
             m.copies.settle(barrier)
         return False
@@ -153,21 +183,27 @@ def _arrive(modifiers, operands):
 def _try_wait(modifiers, operands):
     """Lanes whose phase is not complete wait at this instruction, instead of in the loop around it."""
     target, place, parity = operands[:3]
+    wide = int("cluster" in modifiers)
 
     def run(m):
         addresses, cta, numbers = m.address(place), m.mine(m.cta), m.numbers
         parities = np.broadcast_to(m.read(parity, U32), (m.active,))
         ready = np.ones(m.active, bool)
+        gives_up = m.schedule.gives_up()
         for c, address, p in sorted(set(zip(cta.tolist(), addresses.tolist(), parities.tolist(), strict=True))):
             barrier = m.copies.barrier(c, address)
             mine = (cta == c) & (addresses == address) & (parities == p)
+            m.races.find_made(numbers[mine], barrier.order)
             if barrier.phase % 2 == p:
                 ready[mine] = False
-                barrier.waiting.append(numbers[mine])
-        m.write(target, np.ones(1, PRED))
-        m.races.barrier(numbers[ready])
-        if ready.all():
+                if not gives_up:
+                    barrier.waiting.append(numbers[mine])
+            elif "relaxed" not in modifiers:
+                m.races.receive(numbers[mine], barrier.order.known[wide])
+        if gives_up or ready.all():
+            m.write(target, ready)
             return False
+        m.write(target, np.ones(1, PRED))
         m.positions[numbers[ready]] = m.here + 1
         return m.wait(numbers[~ready], m.here)
 
@@ -206,7 +242,9 @@ def _copy_bytes(modifiers, operands):
         if len(operands) > 3:
             data[np.arange(size) >= np.broadcast_to(m.read(operands[3], U32), (m.active,))[:, None]] = 0
         m.memory.place("shared", to, cta, size, f"{m.where}: copy to")
-        offset = np.stack([m.copies.poison(int(c), np.arange(size) + int(a)) for c, a in zip(cta, to, strict=True)])
+        offset = np.stack([m.copies.places(int(c), np.arange(size) + int(a)) for c, a in zip(cta, to, strict=True)])
+        m.copies.spoil(offset)
+        m.races.forget(offset // 4)
         m.copies.groups.append((m.numbers, m.copies.committed[m.numbers], offset, data))
         return False
 
@@ -257,12 +295,15 @@ def _tensor_load(modifiers, operands):
                 raise AccessError(f"{m.where}: copy to {to[lane]}, which is not a multiple of 128")
             cta = int(m.mine(m.cta)[lane])
             barrier = m.copies.barrier(cta, announced[lane])
-            offset = m.copies.poison(cta, tensor.places(int(to[lane])))
+            offset = m.copies.places(cta, tensor.places(int(to[lane])))
+            words = np.unique(offset // 4)
+            m.races.store_later(m.numbers[lane:lane + 1], words[None], np.array([barrier.order.column]))
+            m.copies.spoil(offset)
 
-            def land(offset=offset, data=data, barrier=barrier):
+            def land(offset=offset, data=data, barrier=barrier, words=words):
                 m.copies.put(offset, data)
-                barrier.bytes -= len(data)
-                m.copies.settle(barrier)
+                m.races.landed(barrier.order, words, False)
+                m.copies.take_off(barrier, len(data))
 
             m.copies.flying.append(land)
         return False

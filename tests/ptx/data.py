@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 
+from ptx import clusters
 from ptx.arithmetic import F16, F32, F64, PAIRS, PRED, TYPES, U8, U16, U32, U64, apply, round_down
 from ptx.memory import SHARED_WINDOW, UNSIGNED
 
@@ -51,6 +52,8 @@ SPACES = ("global", "shared", "param", "local", "const")
 
 
 def space_of(modifiers) -> str:
+    if "shared::cluster" in modifiers:
+        return "shared::cluster"
     return next((s for s in SPACES for m in modifiers if m.split("::")[0] == s), "generic")
 
 
@@ -62,12 +65,14 @@ def _load(modifiers, operands):
     target, source = operands[:2]
     space, dtype = space_of(modifiers), TYPES[modifiers[-1]]
     targets = _elements(target)
+    unused = [i for i, t in enumerate(targets) if t == ("sink",)]
 
     def run(m):
         if space == "param":
             m.write(target, np.full(1, m.parameter_values[source[1][1]], U64))
             return False
-        values = m.memory.load(space, m.address(source), m.mine(m.cta), dtype.itemsize, len(targets), m.where)
+        values = m.memory.load(space, m.address(source), m.mine(m.cta), dtype.itemsize, len(targets), m.where,
+                               unused)
         for t, v in zip(targets, values, strict=True):
             m.write(t, v.view(dtype) if dtype.kind == "i" else v)
         return False
@@ -76,6 +81,8 @@ def _load(modifiers, operands):
 
 
 def _store(modifiers, operands):
+    if modifiers[0] == "async":
+        return clusters.store_later(modifiers, operands)
     target, source = operands[:2]
     space, dtype = space_of(modifiers), UNSIGNED[TYPES[modifiers[-1]].itemsize]
     sources = _elements(source)

@@ -3,23 +3,26 @@
 Threads that are at the same instruction run together; of several groups the one at the lowest position does, up to the
 next label or jump. In structured code that brings lanes together again where their paths meet (as hardware does), and
 a group never waits for one behind it. Threads that wait for a barrier are left out until it opens. Copies in flight
-land when no thread can go on, which is as late as possible: a read that does not wait for them finds poison.
+land when no thread can go on, which is as late as possible: a read that does not wait for them finds poison. With a
+seed, some warps run and others do not, and copies land at any time: see `schedule`.
 """
 
 import numpy as np
 
-from ptx import arithmetic, copies, data, warp
-from ptx.memory import PARAMETERS, UNSIGNED, AccessError, Memory
+from ptx import arithmetic, clusters, copies, data, warp
+from ptx.memory import PARAMETERS, UNSIGNED, AccessError, Buffer, Memory
 from ptx.parse import Program
 from ptx.races import Races
+from ptx.schedule import Lockstep, Seeded
 
 LANES = 32
 SHARED_BASE = 1024  # the driver keeps the first KiB
 _TYPES = {"pred": np.dtype(bool), "b8": UNSIGNED[1], "b16": UNSIGNED[2], "b32": UNSIGNED[4], "b64": UNSIGNED[8],
           "u16": UNSIGNED[2], "u32": UNSIGNED[4], "u64": UNSIGNED[8], "s32": UNSIGNED[4], "s64": UNSIGNED[8],
           "s16": UNSIGNED[2], "f16": UNSIGNED[2], "f32": UNSIGNED[4], "f64": UNSIGNED[8]}
-RUNNING, WAITING, APART, DONE = range(4)  # APART: at an instruction of whole warps, without the other lanes
-OPERATIONS = {**arithmetic.OPERATIONS, **data.OPERATIONS, **warp.OPERATIONS, **copies.OPERATIONS}
+RUNNING, WAITING, APART, DONE = range(4)  # APART: at an instruction of whole warps or more, without the other lanes
+OPERATIONS = {**arithmetic.OPERATIONS, **data.OPERATIONS, **warp.OPERATIONS, **copies.OPERATIONS,
+              **clusters.OPERATIONS}
 
 
 class MachineError(Exception):
@@ -33,13 +36,15 @@ class Machine:
       program: see `parse`.
       parameters: value of each parameter: an address, or a list of tensor maps.
       buffers: operands.
-      grid, block: threads, three numbers each.
+      grid, block: CTAs, threads, three numbers each.
       shared_bytes: of dynamic shared memory.
+      cluster: CTAs, three numbers.
+      seed: of a random schedule; None runs threads side by side.
     """
 
-    def __init__(self, program: Program, parameters, buffers, grid, block, shared_bytes: int, cluster=(1, 1, 1)):
-        if int(np.prod(cluster)) > 1:
-            raise MachineError(f"a cluster of {cluster}: this machine has no memory that CTAs share")
+    def __init__(self, program: Program, parameters, buffers, grid, block, shared_bytes: int, cluster=(1, 1, 1),
+                 seed: int | None = None):
+        self.launch = program, parameters, buffers, grid, block, shared_bytes, cluster
         self.program, self.grid, self.block = program, grid, block
         self.per_cta, self.ctas = int(np.prod(block)), int(np.prod(grid))
         self.threads = self.per_cta * self.ctas
@@ -51,11 +56,14 @@ class Machine:
         self.held = np.zeros(self.threads, np.int32)  # where a thread that does not run waits
         self.cta = np.arange(self.threads) // self.per_cta
         self.thread = np.arange(self.threads) % self.per_cta
+        self.clusters = self.memory.clusters = clusters.Clusters(self, cluster)
         self.symbols, self.maps, self.constants = {}, {}, {}
         self._place(parameters)
         self.specials = self._specials()
         self.code = [_decode(i) for i in program.instructions]
-        self.together = [i.opcode.startswith(warp.TOGETHER) for i in program.instructions]
+        self.together = [warp.together(i.opcode) for i in program.instructions]
+        self.schedule = Lockstep() if seed is None else Seeded(self, seed)
+        self.leaders = self.schedule.leaders(program)
         self.waiting = {}  # (cta, barrier): lanes; see _wait
         self.copies = copies.Copies(self)
         self.lanes, self.here = None, 0
@@ -80,15 +88,16 @@ class Machine:
             at += size
 
     def _specials(self):
-        def split(number, sizes):
-            return number % sizes[0], number // sizes[0] % sizes[1], number // (sizes[0] * sizes[1])
-
+        groups, split = self.clusters, clusters.split
         found = {"laneid": self.thread % LANES, "warpid": self.thread // LANES, "clock": np.zeros(1), "smid": self.cta,
-                 "globaltimer": np.zeros(1), "clock64": np.zeros(1)}
-        cta = split(self.cta, self.grid)
-        vectors = {"tid": split(self.thread, self.block), "ctaid": cta, "clusterid": cta}
+                 "globaltimer": np.zeros(1), "clock64": np.zeros(1), "cluster_ctarank": groups.rank[self.cta],
+                 "cluster_nctarank": np.array([groups.size])}
+        vectors = {"tid": split(self.thread, self.block), "ctaid": split(self.cta, self.grid),
+                   "clusterid": [p[self.cta] for p in groups.position],
+                   "cluster_ctaid": [p[self.cta] for p in groups.place]}
         vectors |= {name: [np.array([n]) for n in sizes] for name, sizes in (
-            ("ntid", self.block), ("nctaid", self.grid), ("nclusterid", self.grid))}
+            ("ntid", self.block), ("nctaid", self.grid), ("nclusterid", groups.count),
+            ("cluster_nctaid", groups.shape))}
         for name, values in vectors.items():
             found |= {f"{name}.{axis}": value for axis, value in zip("xyz", values, strict=True)}
         return {name: np.asarray(value).astype(np.uint32) for name, value in found.items()}
@@ -193,27 +202,35 @@ class Machine:
             except Exception as error:
                 raise MachineError(f"{self.where}: {type(error).__name__}: {error}") from error
 
+    def anew(self, seed: int | None) -> "Machine":
+        """The same launch by another schedule, to be run; what it writes is new."""
+        program, parameters, buffers, *rest = self.launch
+        buffers = [Buffer(b.name, np.zeros_like(b.values), written=False) if b.writable else b for b in buffers]
+        return Machine(program, parameters, buffers, *rest, seed)
+
     def _step(self) -> bool:
+        self.copies.land(self.schedule.landing(len(self.copies.flying)))
         running = self.states == RUNNING
         if not running.any():
-            if (self.states == DONE).all():
-                self.copies.land()
-                return False
-            if not self.copies.land():
+            if self.copies.flying:
+                self.copies.land([self.schedule.next_landing(len(self.copies.flying))])
+                return True
+            if not (self.states == DONE).all():
                 stuck = {self.program.instructions[p].text: int(n) for p, n in zip(
                     *np.unique(self.held[self.states != DONE], return_counts=True), strict=True)}
-                raise MachineError(f"deadlock: threads wait for ever at {stuck}")
-            return True
-        positions = np.where(running, self.positions, np.iinfo(np.int32).max)
+                barriers = "; ".join(self.copies.describe() + self.clusters.describe())
+                raise MachineError(f"deadlock: threads wait for ever at {stuck} {barriers}")
+            return False
+        positions = np.where(self.schedule.turn(running), self.positions, np.iinfo(np.int32).max)
         here = int(positions.min())
         lanes = np.flatnonzero(positions == here)
         group = None if len(lanes) == self.threads else lanes
-        leaders, end = self.program.leaders, len(self.code)
+        leaders, end = self.leaders, len(self.code)
         while True:
             if here >= end:
                 raise MachineError("the program ends without ret")
             self.here, self.lanes = here, group
-            if self.together[here] and group is not None and not self._meet(here, group):
+            if self.together[here] and group is not None and not self._meet(here, group, self.together[here]):
                 return True
             run, predicate = self.code[here]
             self.executed += 1
@@ -241,16 +258,16 @@ class Machine:
         self.positions[slice(None) if group is None else group] = here
         return True
 
-    def _meet(self, here: int, lanes) -> bool:
-        """Whether these are whole warps. If not, those that are not wait until the rest of their warp comes."""
-        warps, counts = np.unique(lanes // LANES, return_counts=True)
-        if (counts == LANES).all():
+    def _meet(self, here: int, lanes, size: int) -> bool:
+        """Whether these are whole groups of `size`. If not, those that are not wait for the rest of their group."""
+        groups, counts = np.unique(lanes // size, return_counts=True)
+        if (counts == size).all():
             return True
         self.positions[lanes] = here
-        apart = lanes[np.isin(lanes // LANES, warps[counts < LANES])]
+        apart = lanes[np.isin(lanes // size, groups[counts < size])]
         self.states[apart], self.held[apart] = APART, here
-        for number in warps[counts < LANES]:
-            mine = slice(number * LANES, (number + 1) * LANES)
+        for number in groups[counts < size]:
+            mine = slice(number * size, (number + 1) * size)
             if (self.states[mine] == APART).all() and (self.positions[mine] == here).all():
                 self.states[mine] = RUNNING
         return False
@@ -261,7 +278,11 @@ class Machine:
 
     def finish(self) -> bool:
         self.states[self.numbers] = DONE
+        self.clusters.leave(self.numbers)
         return True
+
+    def ended(self, threads) -> np.ndarray:
+        return self.states[threads] == DONE
 
     def wait(self, lanes, position: int) -> bool:
         """These lanes go on at `position` once `release` names them."""
@@ -270,7 +291,6 @@ class Machine:
         return True
 
     def release(self, lanes) -> None:
-        self.races.barrier(lanes)
         self.states[lanes] = RUNNING
 
 

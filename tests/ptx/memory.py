@@ -64,7 +64,7 @@ class Memory:
         self.shared_bytes = shared_bytes
         self.shared = Buffer("shared memory", np.zeros(ctas * self.stride, np.uint8), written=False)
         self.unwritten = {}
-        self.races = None  # see `races`
+        self.races = self.clusters = None  # see there
 
     def place(self, space: str, address, cta, length: int, what: str):
         """[(buffer, lanes or None for all, byte offsets)] of addresses, checked."""
@@ -73,6 +73,8 @@ class Memory:
         if space != "global":
             if space == "generic":
                 address = address - np.uint64(SHARED_WINDOW)
+            if space in ("generic", "shared::cluster"):
+                address, cta = self.clusters.home(address, cta, what)
             beyond = address > np.uint64(max(self.shared_bytes - length, 0))
             if beyond.any():
                 raise AccessError(f"{what} shared memory: bytes {_first(address, beyond)} to +{length} of "
@@ -96,8 +98,8 @@ class Memory:
             found.append((buffer, lanes, offsets))
         return found
 
-    def load(self, space: str, address, cta, size: int, count: int, where: str) -> list[np.ndarray]:
-        """`count` elements of `size` bytes from each address, as unsigned integers."""
+    def load(self, space: str, address, cta, size: int, count: int, where: str, unused=()) -> list[np.ndarray]:
+        """`count` elements of `size` bytes from each address, as unsigned integers; nobody looks at those `unused`."""
         results = [np.empty(len(address), UNSIGNED[size]) for _ in range(count)]
         for buffer, lanes, offset in self.place(space, address, cta, size * count, f"{where}: load from"):
             at = (offset // np.uint64(size)).astype(np.int64)
@@ -105,7 +107,7 @@ class Memory:
                 self.races.use("read", _words(at, size, count))
             for i, result in enumerate(results):
                 value = buffer.views[size][at + i]
-                if buffer.known is not None:
+                if buffer.known is not None and i not in unused:
                     whole = UNSIGNED[size].type(256**size - 1)
                     if strange := int(np.count_nonzero(buffer.known_views[size][at + i] != whole)):
                         key = where, buffer.name

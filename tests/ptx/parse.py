@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"[-+]?(?:0[xX][0-9a-fA-F]+|\d+)U?$")
 _FLOAT = re.compile(r"0([fFdD])([0-9a-fA-F]+)$")
 _SPECIALS = {f"%{name}{axis}" for name in ("tid", "ntid", "ctaid", "nctaid", "clusterid", "nclusterid", "cluster_ctaid",
                                            "cluster_nctaid") for axis in (".x", ".y", ".z")} | {
-    "%laneid", "%warpid", "%clock", "%clock64", "%smid", "%globaltimer"}
+    "%cluster_ctarank", "%cluster_nctarank", "%laneid", "%warpid", "%clock", "%clock64", "%smid", "%globaltimer"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ class _Body:
         self.scopes, self.count = [0], 0
 
     def instructions(self):
-        found, where = [], ""
+        found, where, mask = [], "", None
         for kind, statement in self._statements():
             if kind == "loc":
                 number, line = statement.split()[1:3]
@@ -89,9 +89,14 @@ class _Body:
                 self.labels[self.scopes[-1], statement] = len(found)
             elif statement.startswith(".reg"):
                 self._declare(statement)
+            elif used := re.match(r'\.pragma "used_bytes_mask (\w+)"', statement):
+                mask = int(used[1], 0)
             elif not statement.startswith("."):
                 # Registers belong to the scope at hand; labels may come later.
-                found.append((*self._instruction(statement), tuple(self.scopes), where))
+                opcode, operands, *rest = self._instruction(statement)
+                if mask is not None:
+                    operands, mask = (_used(opcode, operands[0], mask), *operands[1:]), None
+                found.append((opcode, operands, *rest, tuple(self.scopes), where))
         return [Instruction(opcode, tuple(self._label(o, scopes) for o in operands), predicate, text, where)
                 for opcode, operands, predicate, text, scopes, where in found]
 
@@ -183,6 +188,14 @@ class _Body:
                 if (scope, operand[1]) in self.labels:
                     return ("label", self.labels[scope, operand[1]])
         return operand
+
+
+def _used(opcode, target, mask):
+    """The target of a load, with sinks for those elements of a vector that nobody looks at; mask: of its bytes."""
+    if target[0] != "vector":
+        return target
+    size = int(re.search(r"\d+$", opcode)[0]) // 8
+    return ("vector", tuple(e if mask >> size * i & (1 << size) - 1 else ("sink",) for i, e in enumerate(target[1])))
 
 
 def _split(text):

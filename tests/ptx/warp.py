@@ -3,10 +3,14 @@
 Most need whole warps, as this repository's kernels use them with a full mask: the machine waits for all lanes of one.
 """
 
+import re
+
 import numpy as np
 
+from ptx import clusters
 from ptx.arithmetic import F32, F64, PRED, TYPES, U32
 from ptx.memory import AccessError
+from ptx.races import largest
 
 LANES = 32
 
@@ -127,8 +131,10 @@ def _active_mask(modifiers, operands):
 
 def _barrier(modifiers, operands):
     """bar.sync and bar.arrive count threads; for bar.warp.sync the machine has waited already."""
+    if modifiers[0] == "cluster":
+        return clusters.barrier(modifiers)
     if modifiers[0] == "warp":
-        return lambda m: False
+        return _sync_warps
     kind = next(k for k in modifiers if k != "cta")
     if kind not in ("sync", "arrive"):
         raise NotImplementedError(".".join(modifiers))
@@ -142,8 +148,10 @@ def _barrier(modifiers, operands):
             m.wait(numbers, m.here + 1)
         for key in set(zip(cta.tolist(), which.tolist(), expected.tolist(), strict=True)):
             mine = (cta == key[0]) & (which == key[1])
-            entry = m.waiting.setdefault(key[:2], [0, [], m.here])
+            row = m.races.send(numbers[mine])
+            entry = m.waiting.setdefault(key[:2], [0, [], m.here, row])
             entry[0] += int(mine.sum())
+            entry[3] = largest(entry[3], row)
             if kind == "sync":
                 entry[1].append(numbers[mine])
                 if key[1] == 0 and entry[2] != m.here:  # what synccheck calls divergent; other numbers are for roles
@@ -152,11 +160,18 @@ def _barrier(modifiers, operands):
                 raise NotImplementedError(f"{m.where}: {entry[0]} threads at a barrier for {key[2]}")
             if entry[0] == key[2]:
                 for lanes in entry[1]:
+                    m.races.receive(lanes, entry[3])
                     m.release(lanes)
                 del m.waiting[key[:2]]
         return kind == "sync"
 
     return run
+
+
+def _sync_warps(m):
+    for warp in m.numbers.reshape(-1, LANES):
+        m.races.receive(warp, m.races.send(warp))
+    return False
 
 
 # -------------------------------------------------------------------------- 9.7.14: fragments of matrices, and products
@@ -298,6 +313,15 @@ def _warpgroup(modifiers, operands):
 
 
 TOGETHER = ("shfl", "elect", "vote", "match", "redux", "ldmatrix", "stmatrix", "mma", "wgmma", "bar.warp")
+
+
+def together(opcode: str) -> int:
+    """How many threads next to each other execute this instruction as one; 0: any."""
+    if opcode.startswith("wgmma.mma_async"):
+        return WARPGROUP
+    return LANES if opcode.startswith(TOGETHER) or re.match(r"barrier\.cluster.*aligned", opcode) else 0
+
+
 OPERATIONS = {"wgmma": _warpgroup, "shfl": _shuffle, "elect": _elect, "vote": _vote, "match": _match, "redux": _reduce,
               "activemask": _active_mask, "bar": _barrier, "barrier": _barrier, "ldmatrix": _load_matrix,
               "stmatrix": _store_matrix, "mma": _multiply_matrices}
