@@ -179,3 +179,16 @@ def test_every_scale_byte(format, lanes):
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_value_byte(format, lanes):
     test_kernel_formats.check_value_bytes(format, lanes)
+
+
+@pytest.mark.parametrize("strategy", ["warp_decode", "expert_centric"])
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_scales_of_blocks_may_be_bfloat16(strategy, tokens):
+    """A layer of them has the bits of one whose float32 scales have the same values."""
+    experts, routing = make("qwen3-30b", "fp8_block128"), make_routing("qwen3-30b", tokens)
+    x = jax.random.normal(jax.random.key(tokens), (tokens, experts.hidden), jnp.bfloat16)
+    narrow, wide = (jax.tree.map(lambda a: a.astype(jnp.bfloat16).astype(dtype) if a.dtype == jnp.float32 else a,
+                                 experts) for dtype in (jnp.bfloat16, jnp.float32))
+    got, want = (np.asarray(moe(x, routing, e, strategy=strategy), np.float32) for e in (narrow, wide))
+    assert narrow.w_up.scales.dtype == jnp.bfloat16 and want.any()
+    np.testing.assert_array_equal(got, want)

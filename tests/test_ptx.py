@@ -83,7 +83,8 @@ SIGNED = A - (1 << 32)
     ("min.s32 %r0, %r1, %r2", A), ("max.u32 %r0, %r1, %r2", A), ("popc.b32 %r0, %r1", A.bit_count()),
     ("cvt.rn.bf16x2.f32 %r0, 0f3F808000, 0f3F818000", 0x3F803F82),  # ties, to even
     ("fma.rn.f32 %r0, 0f00800000, 0f3F000000, 0f00000001", 0x00400001),  # subnormal numbers
-    ("max.f32 %r0, 0f7FC00000, 0fBF800000", 0xBF800000), ("cvt.rzi.s32.f32 %r0, 0fC0200000", 0xFFFFFFFE),
+    ("max.f32 %r0, 0f7FC00000, 0fBF800000", 0xBF800000), ("min.NaN.f32 %r0, 0f7FC00000, 0fBF800000", 0x7FC00000),
+    ("cvt.rzi.s32.f32 %r0, 0fC0200000", 0xFFFFFFFE),
     ("sub.rn.f16x2 %r0, 0x64FF6400, 0x64806480", 0x57F0D800),  # 127 and -128
 ])
 def test_arithmetic(code, want):

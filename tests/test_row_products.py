@@ -106,6 +106,28 @@ def test_down(machines, format, H, I, config, dtype):
         assert (np.abs(np.asarray(y[t], np.float64) - want) <= allowed).all()
 
 
+def test_scales_of_blocks_may_be_bfloat16(machines):
+    """They give the bits that float32 ones of the same value do, also where one of two weights has them."""
+    def scaled(w, dtype):
+        return dataclasses.replace(w, scales=w.scales.astype(jnp.bfloat16).astype(dtype))
+
+    w_gate, w_up, w_down = (weight(seed, "fp8_block128", *shape) for seed, shape in enumerate(
+        [(128, 384), (128, 384), (256, 384)]))
+    ids, weights = routing()
+    x, h = activations(4, T, 384, dtype=jnp.bfloat16), activations(5, T, K, 384, dtype=jnp.float32)
+
+    def run(gate, up, down):
+        return (moe_gate_up_3d_batched(x, ids, scaled(w_gate, gate), scaled(w_up, up), config=GateUpTensorConfig(1, 1)),
+                moe_down_3d_batched(h, ids, weights, scaled(w_down, down), config=DownTensorConfig(1, 1, 4, 1)))
+
+    wide, narrow = jnp.float32, jnp.bfloat16
+    want = run(wide, wide, wide)
+    assert np.isfinite(np.asarray(want[1], np.float32)).all() and np.asarray(want[0]).any()
+    for dtypes in ((narrow, narrow, narrow), (narrow, wide, narrow)):
+        for got, expected in zip(run(*dtypes), want, strict=True):
+            np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
+
+
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4"])
 def test_every_byte(machines, format):
     """Rows with one weight each, which the activation picks: all scale bytes, then all value bytes."""

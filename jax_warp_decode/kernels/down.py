@@ -181,8 +181,9 @@ def moe_down_3d_batched(
     slots = ids.reshape(-1), weights.reshape(-1)
     if isinstance(config, DownTensorConfig):
         bias_dtype = None if b_down is None else jnp.dtype(b_down.dtype)
-        kernel = down_tensor.build(T, K, H, I, format, index, bias_dtype, h.dtype, out_dtype, config)
-        return kernel(*slots, h.reshape(T * K, I), *layers, *row_products.operands(index.flatten(w_down)),
+        spec = row_products.stored(w_down)
+        kernel = down_tensor.build(T, K, H, I, spec, index, bias_dtype, h.dtype, out_dtype, config)
+        return kernel(*slots, h.reshape(T * K, I), *layers, *row_products.operands(index.flatten(w_down), spec),
                       *(() if b_down is None else (index.flatten(b_down),)))
     rows = RowTile(I, format, config.lanes, config.rows, h.dtype, bool(interpret))
     kernel = _build(T, K, rows, H, index, b_down is not None, out_dtype, config.unroll,

@@ -25,7 +25,7 @@ from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.gradients import without_gradient
 from jax_warp_decode.kernels import checks, row_activations, row_products, simt, tile
 from jax_warp_decode.kernels.expert_index import ExpertIndex, take
-from jax_warp_decode.kernels.row_products import QUAD, ROWS, Walk
+from jax_warp_decode.kernels.row_products import FORMATS, QUAD, ROWS, NarrowFormat, Walk
 from jax_warp_decode.kernels.simt import LANES, WARPGROUP, Int
 
 MOST_SLOTS = LANES  # of a token: a lane looks each up
@@ -60,7 +60,7 @@ class DownTensorConfig:
             config = cls(tiles, unroll=1, warps=warps, parts=-(-warps // K))
             if not checks.fits(config, H, I, K, format):
                 return None
-            walk = config.walk(I, format, split)
+            walk = config.walk(I, FORMATS[format], split)
             values, factors = walk.shared(K)
             small = 2 * values + 4 * factors <= (MOST_SPLIT if split else MOST_SHARED)
             return config if small and (may_pad or walk.padded == walk.cols) else None
@@ -78,18 +78,19 @@ class DownTensorConfig:
         if min(self.tiles, self.unroll, self.parts) < 1 or self.warps not in (4, 8, 16) or K > MOST_SLOTS:
             raise ArgumentError(f"config: got {self} with K = {K}, expected positive numbers, 4, 8 or 16 warps and at "
                                 f"most {MOST_SLOTS} slots")
-        row_products.check(self, format, I, H, ROWS * self.tiles, lambda: self.walk(I, format, split=True).shared(K))
+        row_products.check(self, format, I, H, ROWS * self.tiles,
+                           lambda: self.walk(I, FORMATS[format], split=True).shared(K))
 
-    def walk(self, I: int, format: str, split: bool) -> Walk:
-        return Walk(row_products.FORMATS[format], I, self.tiles, ROWS, self.unroll, self.parts, split)
+    def walk(self, I: int, spec: NarrowFormat, split: bool) -> Walk:
+        return Walk(spec, I, self.tiles, ROWS, self.unroll, self.parts, split)
 
 
 @functools.cache
-def build(T: int, K: int, H: int, I: int, format: str, index: ExpertIndex, bias_dtype, h_dtype, out_dtype,
+def build(T: int, K: int, H: int, I: int, spec: NarrowFormat, index: ExpertIndex, bias_dtype, h_dtype, out_dtype,
           config: DownTensorConfig):
     """The kernel: (ids [T K], weights [T K], h [T K, I], layer, values and scales, bias [E, H]) -> y [T, H]."""
     rows, warps, threads = ROWS * config.tiles, config.warps, config.warps * LANES
-    walk = config.walk(I, format, h_dtype == jnp.float32)
+    walk = config.walk(I, spec, h_dtype == jnp.float32)
 
     def code(_ctx, ids, weights, h, *refs):
         *operands, y, h_s, factors_s, table_s, sums_s, token, row_tile = refs
@@ -114,7 +115,7 @@ def build(T: int, K: int, H: int, I: int, format: str, index: ExpertIndex, bias_
             slot, group = place(step)
             expert = entry(slot, 1)
             own, block = expert * H + first + lane // QUAD, expert * -(-H // 128) + first // 128
-            per_row = walk.spec.scale_bytes == 1
+            per_row = spec.scale_bytes == 1
             return walk.load([walk.value_address(values, own + half) for half in (0, 8)],
                              [walk.scale_address(scales, own + half if per_row else block) for half in (0, 8)], group)
 

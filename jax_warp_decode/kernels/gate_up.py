@@ -170,9 +170,10 @@ def moe_gate_up_3d_batched(
     biased = tuple(b is not None for b in biases)
     if isinstance(config, GateUpTensorConfig):
         rows = RowTile(H, format, row_products.QUAD, config.tiles)
-        kernel = gate_up_tensor.build(T, K, H, I, format, index, biased, x.dtype, activation, out_dtype, config)
+        spec = row_products.stored(w, w_up)
+        kernel = gate_up_tensor.build(T, K, H, I, format, index, biased, x.dtype, activation, out_dtype, spec, config)
         view = x
-        parts: Callable[..., tuple] = row_products.operands
+        parts: Callable[..., tuple] = functools.partial(row_products.operands, spec=spec)
     else:
         rows = RowTile(H, format, config.lanes, config.rows, x.dtype, bool(interpret))
         kernel = _build(T, K, rows, I, index, biased, activation, out_dtype, config.unroll,

@@ -26,7 +26,7 @@ from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.gradients import without_gradient
 from jax_warp_decode.kernels import checks, row_activations, row_products, simt, tile
 from jax_warp_decode.kernels.expert_index import ExpertIndex, take
-from jax_warp_decode.kernels.row_products import QUAD, Walk
+from jax_warp_decode.kernels.row_products import FORMATS, QUAD, NarrowFormat, Walk
 from jax_warp_decode.kernels.simt import LANES, WARPGROUP, Int
 from jax_warp_decode.kernels.tile import RowTile
 
@@ -56,17 +56,17 @@ class GateUpTensorConfig:
         """Raises `ArgumentError` if it does not fit."""
         if min(self.tiles, self.unroll) < 1:
             raise ArgumentError(f"config: got {self}, expected positive numbers")
-        row_products.check(self, format, H, I, QUAD * 8 * self.tiles, lambda: self.walk(H, format).shared(1))
+        row_products.check(self, format, H, I, QUAD * 8 * self.tiles, lambda: self.walk(H, FORMATS[format]).shared(1))
 
-    def walk(self, H: int, format: str) -> Walk:
-        return Walk(row_products.FORMATS[format], H, self.tiles, 32, self.unroll)
+    def walk(self, H: int, spec: NarrowFormat) -> Walk:
+        return Walk(spec, H, self.tiles, 32, self.unroll)
 
 
 @functools.cache
 def build(T: int, K: int, H: int, I: int, format: str, index: ExpertIndex, biases: tuple[bool, bool], x_dtype,
-          activation: Activation, out_dtype, config: GateUpTensorConfig):
+          activation: Activation, out_dtype, spec: NarrowFormat, config: GateUpTensorConfig):
     """The kernel: (ids [T K], x [T, H], layer, values and scales, biases) -> h, see `RowTile.result_shape`."""
-    matrices, walk = 2 if activation.gated else 1, config.walk(H, format)
+    matrices, walk = 2 if activation.gated else 1, config.walk(H, spec)
     rows = RowTile(H, format, QUAD, config.tiles)  # whose rows and stores these are, too
     sums_type = rows.sums_type()
 
@@ -78,7 +78,7 @@ def build(T: int, K: int, H: int, I: int, format: str, index: ExpertIndex, biase
         # Of rows g and g + 8 of a product. Without a gate they are the same, and half of the arithmetic is for nothing.
         values, scales = weights[::2], weights[1::2]
         values = [walk.value_address(values[i % matrices], own) for i in range(2)]
-        scales = [walk.scale_address(scales[i % matrices], own if walk.spec.scale_bytes == 1 else block)
+        scales = [walk.scale_address(scales[i % matrices], own if spec.scale_bytes == 1 else block)
                   for i in range(2)]
         shared, f32 = (x_s, factors_s), ir.F32Type.get()
 

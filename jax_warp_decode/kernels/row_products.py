@@ -26,6 +26,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
@@ -52,7 +53,7 @@ class NarrowFormat:
       values: of a lane's chunk of 16 bytes.
       order: of 8 activations, as their weights come in the fragments.
       gain: exponent of what the float16 values have to be multiplied with.
-      scale_cols, scale_bytes: columns under one scale, and its size.
+      scale_cols, scale_bytes: columns under one scale, and its size; `stored` knows that of an array.
     """
 
     values: int
@@ -73,9 +74,14 @@ FORMATS = {
 }
 
 
-def operands(w: Any) -> tuple[jax.Array, jax.Array]:
-    """Of a kernel: values and scales, as they are stored."""
-    return w.values, w.scales
+def stored(*weights: Any) -> NarrowFormat:
+    """The format of weights with the size of their scales, the widest: those of FP8 blocks may be bfloat16, too."""
+    return dataclasses.replace(FORMATS[weights[0].format], scale_bytes=max(w.scales.dtype.itemsize for w in weights))
+
+
+def operands(w: Any, spec: NarrowFormat) -> tuple[jax.Array, jax.Array]:
+    """Of a kernel: values and scales, as they are stored unless these are narrower than those of another weight."""
+    return w.values, w.scales if w.scales.dtype.itemsize == spec.scale_bytes else w.scales.astype(jnp.float32)
 
 
 def check(config, format: str, cols: int, n: int, rows: int, sizes) -> None:
@@ -208,9 +214,10 @@ class Walk:
     def _load_scales(self, scales, group: Int) -> list:
         spec, own, per_group = self.spec, self._first_block(), self.group // self.spec.scale_cols
         if spec.scale_cols > BLOCK:  # and so many rows: all of a tile lie under one
-            own, tiles, kind = own // (spec.scale_cols // BLOCK), 1, "u32"
+            own, tiles = own // (spec.scale_cols // BLOCK), 1
         else:
-            tiles, kind = self.tiles, "u16"
+            tiles = self.tiles
+        kind = "u32" if spec.scale_bytes == 4 else "u16"  # float32; bfloat16, or two exponents
         inside = arith.extui(simt.i32(), group * per_group + own < self._row_scales)
         offset = _wide(group * (per_group * spec.scale_bytes))
         return [utils.inline_ptx(_SCALE.format(kind=kind, byte=tile * self.apart * self._row_scales), inside,
@@ -293,7 +300,7 @@ class Walk:
     def _scales(self, word) -> list:
         """Of the lane's two columns of a sum, in float32."""
         if self.spec.scale_cols > BLOCK:
-            return [Int(word).float()] * 2
+            return [(Int(word) << (32 - 8 * self.spec.scale_bytes)).float()] * 2
         return [_e8m0((Int(word) << shift) & 0x7F800000) for shift in (23, 15)]
 
 

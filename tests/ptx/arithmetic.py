@@ -184,10 +184,11 @@ def _pairs(function, kind, operands):
 
 def _plain(name):
     def decode(modifiers, operands):
-        kind = modifiers[-1]
+        kind, function = modifiers[-1], _PLAIN[name]
+        if "NaN" in modifiers:
+            function = {"min": np.minimum, "max": np.maximum}[name]
         if kind in PAIRS:
-            return _pairs(_PLAIN[name], PAIRS[kind], operands)
-        function = _PLAIN[name]
+            return _pairs(function, PAIRS[kind], operands)
         if name == "div" and TYPES[kind].kind == "f":
             function = np.divide
         return apply(function, modifiers, operands, [TYPES[kind]] * (len(operands) - 1))
