@@ -14,8 +14,8 @@ float16 wants rows of known size: `gather` multiplies each by the power of two t
     float32   rounded to 11 bits, an error of at most 2^-11 of the value, or 2^-39 of the largest |x|
 
 An error of 2^-39 is far below what float32 sums lose on the largest term, 2^-24. Rows with inf or NaN keep them, and
-give inf and NaN in their own results only. The 2^-22 keeps the sums finite wherever the weights fit float32; `rescale`
-takes it back, and the factors of the rows. The scale 2^-127 counts as 0.
+give inf and NaN in their own results only. The 2^-22 keeps the sums finite while the |weights| of a row add up to
+less than 2^134; `rescale` takes it back, and the factors of the rows. The scale 2^-127 counts as 0.
 """
 
 import jax.numpy as jnp
