@@ -20,6 +20,7 @@ DENSE_FORMATS = {jnp.dtype(jnp.bfloat16): "bf16", jnp.dtype(jnp.float16): "f16",
 MATRICES = ("w_gate", "w_up", "w_down")
 MATRIX_OF = {"b_gate": "w_gate", "b_up": "w_up", "b_down": "w_down"}  # bias -> what it is added to the product of
 BIASES = tuple(MATRIX_OF)
+ORDERS = ("concatenated", "interleaved")  # of gate and up rows in one array
 
 
 def weight_format(w: Weight) -> str:
@@ -68,6 +69,49 @@ class ExpertWeights:
     b_gate: jax.Array | None = None
     b_up: jax.Array | None = None
     b_down: jax.Array | None = None
+
+    @classmethod
+    def from_gate_up(cls, w_gate_up: Weight, w_down: Weight, *, order: str, b_gate_up: jax.Array | None = None,
+                     b_down: jax.Array | None = None) -> "ExpertWeights":
+        """Weights whose gate and up projections share an array, as in transformers and many checkpoints.
+
+        Args:
+          w_gate_up: [E, 2 I, H], or [L, E, 2 I, H]; floats or a `QuantizedArray`.
+          w_down: [E, H, I], or [L, E, H, I].
+          order: of the rows: "concatenated", all of gate before all of up, or "interleaved", a row of each in turns,
+            gate first (gpt-oss).
+          b_gate_up, b_down: [E, 2 I] and [E, H], or None.
+
+        w_gate and w_up are copies; where memory is short, donate w_gate_up to a `jit` around this, or go by layers.
+
+        Raises:
+          ArgumentError: an unknown order, shapes that do not fit, or rows of gate and of up under one scale.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> from jax_warp_decode import ExpertWeights
+          >>> rows, w_down = jnp.arange(8.0).reshape(1, 4, 2), jnp.ones((1, 2, 2))
+          >>> ExpertWeights.from_gate_up(rows, w_down, order="concatenated").w_up.tolist()
+          [[[4.0, 5.0], [6.0, 7.0]]]
+          >>> ExpertWeights.from_gate_up(rows, w_down, order="interleaved").w_up.tolist()
+          [[[2.0, 3.0], [6.0, 7.0]]]
+        """
+        if order not in ORDERS:
+            raise ArgumentError(f"order: got {order!r}, expected one of {ORDERS}")
+        shape: tuple[int, ...] = getattr(w_gate_up, "shape", ())
+        if len(shape) not in (3, 4) or shape[-2] % 2:
+            got = f"shape {shape}" if shape else type(w_gate_up).__name__
+            raise ArgumentError(f"w_gate_up: got {got}, expected [E, 2 I, H], or [L, E, 2 I, H] for stacked layers")
+        w_gate, w_up = _halves("w_gate_up", w_gate_up, order)
+        b_gate = b_up = None
+        if b_gate_up is not None:
+            if jnp.shape(b_gate_up) != shape[:-1]:
+                raise ArgumentError(f"b_gate_up: got shape {jnp.shape(b_gate_up)}, expected {shape[:-1]} to match "
+                                    f"w_gate_up {shape}")
+            b_gate, b_up = _cut(b_gate_up, order, -1)
+        experts = cls(w_gate, w_up, w_down, b_gate, b_up, b_down)
+        experts.check()
+        return experts
 
     @property
     def num_experts(self) -> int:
@@ -184,6 +228,31 @@ class ExpertWeights:
             if b.shape != want:
                 raise ArgumentError(f"experts.{name}: got shape {b.shape}, expected {want} = "
                                     f"[{L}E, {'H' if matrix == 'w_down' else 'I'}] to match {matrix}")
+
+
+def _cut(a: jax.Array, order: str, axis: int) -> tuple[jax.Array, jax.Array]:
+    """The part of gate and that of up along an axis, which is counted from the last one."""
+    half, after = a.shape[axis] // 2, (slice(None),) * (-1 - axis)
+    first, second = ((slice(half), slice(half, None)) if order == "concatenated"
+                     else (slice(0, None, 2), slice(1, None, 2)))
+    return a[..., first, *after], a[..., second, *after]
+
+
+def _halves(name: str, w: Weight, order: str) -> tuple[Weight, ...]:
+    """[.., 2 I, H] -> the rows of gate and those of up, [.., I, H]."""
+    if not isinstance(w, QuantizedArray):
+        return _cut(w, order, -2)
+    w.check(name)
+    block = w.spec.block_shape[0]  # rows under one scale, None for all
+    if block is None:
+        scales = w.scales, w.scales
+    elif block == 1 or order == "concatenated" and w.shape[-2] // 2 % block == 0:
+        scales = _cut(w.scales, order, -2)
+    else:
+        raise ArgumentError(f"{name}: got {order} rows in format {w.format!r}, which has one scale for {block} rows, "
+                            "here of gate and of up; dequantise it first")
+    return tuple(dataclasses.replace(w, values=v, scales=s)
+                 for v, s in zip(_cut(w.values, order, -2), scales, strict=True))
 
 
 def _present(experts, names):

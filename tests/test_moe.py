@@ -28,6 +28,7 @@ from jax_warp_decode import (
     quantize,
 )
 from jax_warp_decode.choose import TABLE, measured_format, warn_if_slow
+from jax_warp_decode.experts import ORDERS
 from jax_warp_decode.layers import MoE
 from jax_warp_decode.parallel import ExpertSharding, moe_sharded
 from jax_warp_decode.paths import grouped_gemm, warp_decode
@@ -465,3 +466,49 @@ def test_experts_without_a_gate_need_an_activation_without_one():
         moe(x, routing, ExpertWeights(None, experts.w_up, experts.w_down))
     with pytest.raises(ArgumentError, match="experts.w_gate: got an array, expected None for activation 'relu2'"):
         moe(x, routing, experts, activation="relu2")
+
+
+# -------------------------------------------------------------------------------------------- gate and up in one array
+
+
+def together(a, order):
+    """[2, E, I, ..], gate and up, in one array."""
+    a = np.asarray(a)
+    return jnp.asarray(np.concatenate(a, 1) if order == "concatenated" else
+                       np.stack(a, 2).reshape(a.shape[1], -1, *a.shape[3:]))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("format", ["f32", *FORMATS])
+def test_gate_and_up_in_one_array(format, order):
+    rng = np.random.default_rng(0)
+    gate_up, b_gate_up = rng.standard_normal((2, 3, 128, 256)), jnp.asarray(rng.standard_normal((2, 3, 128)))
+    w_down, b_down = jnp.asarray(rng.standard_normal((3, 256, 128)), jnp.float32), jnp.ones((3, 256))
+    w = together(gate_up.astype(np.float32), order)
+    if format != "f32":
+        w, w_down = quantize(w, format), quantize(w_down, format)
+    options = dict(order=order, b_gate_up=together(b_gate_up, order), b_down=b_down)
+    if format == "fp8_block128" and order == "interleaved":
+        with pytest.raises(ArgumentError, match="w_gate_up: got interleaved rows in format 'fp8_block128', which has"):
+            ExpertWeights.from_gate_up(w, w_down, **options)
+        return
+    experts = ExpertWeights.from_gate_up(w, w_down, **options)
+    assert experts.format == format
+    whole = w if format == "f32" else w.dequantize()
+    parts = [a if format == "f32" else a.dequantize() for a in (experts.w_gate, experts.w_up)]
+    np.testing.assert_array_equal(together(parts, order), whole)
+    np.testing.assert_array_equal((experts.b_gate, experts.b_up), b_gate_up)
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(order="alternating"), "order: got 'alternating', expected one of"),
+    (dict(w_gate_up=jnp.ones((3, 63, 64))), r"w_gate_up: got shape \(3, 63, 64\), expected \[E, 2 I, H\]"),
+    (dict(w_gate_up=None), "w_gate_up: got NoneType, expected"),
+    (dict(b_gate_up=jnp.ones((3, 32))), r"b_gate_up: got shape \(3, 32\), expected \(3, 64\)"),
+    (dict(w_down=jnp.ones((3, 64, 64))), r"experts.w_down: got shape \(3, 64, 64\), expected \(3, 64, 32\)"),
+    (dict(w_gate_up=quantize(jnp.ones((3, 64, 64)), "fp8_block128")), "got concatenated rows in .* scale for 128 rows"),
+])
+def test_gate_and_up_that_do_not_fit(change, message):
+    good = dict(w_gate_up=jnp.ones((3, 64, 64)), w_down=jnp.ones((3, 64, 32)), order="concatenated")
+    with pytest.raises(ArgumentError, match=message):
+        ExpertWeights.from_gate_up(**good | change)
