@@ -7,7 +7,7 @@ from typing import Protocol
 
 from jax_warp_decode.checkpoints.reader import CONFIG_FILE, MAX_CONFIG_BYTES, read_json
 from jax_warp_decode.checkpoints.sources import check_regular
-from jax_warp_decode.errors import CheckpointError, UnsupportedError
+from jax_warp_decode.errors import ArgumentError, CheckpointError, UnsupportedError
 
 GENERATION_FILE = "generation_config.json"
 
@@ -16,7 +16,7 @@ class TextCodec(Protocol):
     """What the demo needs of a tokenizer."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
+        """Token ids of a text; `ArgumentError` if it has none."""
 
     def stream(self) -> Callable[[int], str]:
         """A new decoder: takes the next id, returns the text that is complete by now (may be empty)."""
@@ -35,7 +35,10 @@ class ByteCodec:
     """
 
     def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+        try:
+            return list(text.encode())
+        except UnicodeEncodeError as e:
+            raise ArgumentError(f"prompt: got {text!a}, which is no text in UTF-8: {e.reason}") from None
 
     def stream(self) -> Callable[[int], str]:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -66,7 +69,10 @@ class TokenizerCodec:
         self._new_stream = tokenizers.decoders.DecodeStream
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
+        try:
+            return self._tokenizer.encode(text).ids
+        except Exception as e:  # a plain one too; what Python could not decode is no text for it
+            raise ArgumentError(f"prompt: got {text!a}, which the tokenizer of the model cannot encode: {e}") from e
 
     def stream(self) -> Callable[[int], str]:
         stream = self._new_stream(skip_special_tokens=False)

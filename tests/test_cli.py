@@ -215,6 +215,11 @@ def test_a_tokenizer_file_is_used(capsys, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     path = make_folder(tmp_path / "words", vocab_size=300)
     words = {f"w{n}": n for n in range(300)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words))
+    tokenizer.save(str(path / "tokenizer.json"))
+    for prompt in ("zzz", "\udcff"):  # no token for it, no text
+        code, _, err = run(capsys, "generate", "--checkpoint", path, "--prompt", prompt)
+        assert code == 2 and err.count("\n") == 1 and "the tokenizer of the model cannot encode" in err
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(path / "tokenizer.json"))

@@ -3,15 +3,17 @@
 import argparse
 import json
 import pathlib
+import re
 import shutil
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from jax_warp_decode import ArgumentError, CheckpointError, quantize
+from jax_warp_decode import ArgumentError, CheckpointError, cli, quantize
 from jax_warp_decode.checkpoints import convert as command
-from jax_warp_decode.checkpoints import load_model, load_moe_blocks, reader
+from jax_warp_decode.checkpoints import files, load_model, load_moe_blocks, reader
 from jax_warp_decode.checkpoints.convert import convert
 from jax_warp_decode.demo import bundled_model
 
@@ -77,9 +79,32 @@ def test_converted_model_generates(tmp_path):
     ("mixtral_tiny", {"weights": "fp4"}, ArgumentError, "weights: got 'fp4', expected one of .'mxfp8'."),
     ("mixtral_tiny", {"out": FIXTURES / "mixtral_tiny"}, ArgumentError, "holds config.json, model.safetensors; remove"),
     ("mixtral_tiny", {"out": FIXTURES / "mixtral_tiny" / "config.json"}, ArgumentError, "config.json is a file"),
+    ("mixtral_tiny", {"out": ""}, ArgumentError, "out: got '', expected a path"),
     ("nowhere", {}, CheckpointError, "no such folder"),
 ])
 def test_what_cannot_be_converted(tmp_path, name, options, error, message):
     with pytest.raises(error, match=message):
         convert(FIXTURES / name, **{"out": tmp_path / "out"} | options)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_single_shard_with_an_index(tmp_path):
+    folder = shutil.copytree(FIXTURES / "mixtral_tiny", tmp_path / "in")
+    file = "model-00001-of-00001.safetensors"
+    (folder / reader.SINGLE_FILE).rename(folder / file)
+    names = reader.read_header(folder / file)
+    (folder / reader.INDEX_FILE).write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
+    out = tmp_path / "out"
+    convert(folder, out)
+    assert load_moe_blocks(out, [0])[0].experts.format == "mxfp8"
+    assert (out / file).stat().st_mode & 0o777 == out.stat().st_mode & 0o666, "others may read what they may list"
+
+
+def test_a_full_disk_is_one_line(tmp_path, capsys, monkeypatch):
+    def full(*args, **options):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(files, "save_file", full)
+    assert cli.main(["convert", str(FIXTURES / "mixtral_tiny"), str(tmp_path / "out")]) == 2
+    printed = capsys.readouterr().err
+    assert re.match("jax-warp-decode: error: .*model.safetensors: .*No space left on device", printed.splitlines()[-1])

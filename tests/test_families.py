@@ -228,6 +228,18 @@ def test_presets_name_what_exists():
     assert all(get_preset(name).name == target for name, target in SAME_LAYER.items())
 
 
+@pytest.mark.parametrize("name, change, attribute, want", [
+    ("minimax_m3_tiny", dict(routed_scaling_factor=None), "router", Router(2, "sigmoid", scale=2.0)),
+    ("gpt_oss_tiny", dict(num_experts_per_tok=None, experts_per_token=3), "router", Router(3, "topk_softmax")),
+    ("mixtral_tiny", dict(hidden_act="gelu"), "activation", get_activation("gelu_erf")),
+    ("mixtral_tiny", dict(hidden_act="gelu_pytorch_tanh"), "activation", get_activation("gelu_tanh")),
+])
+def test_names_and_defaults_of_transformers(tmp_path, name, change, attribute, want):
+    text = dict(text_config=json.loads((FIXTURES / name / "config.json").read_text()).get("text_config"))
+    change = dict(text_config=text["text_config"] | change) if text["text_config"] else change
+    assert getattr(MoEFolder(edited(FIXTURES / name, tmp_path, **change)).spec, attribute) == want
+
+
 def drop(*names):
     return lambda tensors: [tensors.pop(name) for name in names]
 
@@ -314,9 +326,10 @@ def test_modules_that_stay_plain(tmp_path):
         tensors.pop(f"{DEEPSEEK}.shared_experts.up_proj.weight_scale_inv")
         tensors[f"{DEEPSEEK}.shared_experts.up_proj.weight"] = np.ones((32, 256), np.float32)
 
-    for entry in (f"{DEEPSEEK}.shared_experts", "model.layers.*.mlp.shared_experts"):
+    for field, entry in (("modules_to_not_convert", f"{DEEPSEEK}.shared_experts"), ("ignore", "shared_experts"),
+                         ("ignored_layers", "model.layers.*.mlp.shared_experts")):
         folder = edited(FIXTURES / "deepseek_v3_tiny", tmp_path, widen, quantization_config=quantised | {
-            "modules_to_not_convert": [entry]})
+            field: [entry]})
         block = load_moe_blocks(folder)[1]
         assert (block.experts.format, block.shared.format) == ("fp8_block128", "bf16")
         shutil.rmtree(folder)
@@ -324,5 +337,6 @@ def test_modules_that_stay_plain(tmp_path):
         load_moe_blocks(edited(FIXTURES / "deepseek_v3_tiny", tmp_path, widen_one, quantization_config=quantised | {
             "modules_to_not_convert": [f"{DEEPSEEK}.shared_experts.up_proj"]}))
     shutil.rmtree(tmp_path / "edited")
-    with pytest.raises(CheckpointError, match="missing: .*shared_experts.gate_proj.weight_scale_inv"):
+    with pytest.raises(CheckpointError, match="missing: .*shared_experts.gate_proj.weight_scale_inv.*; modules that "
+                       "stay plain beside quantised ones must be named in modules_to_not_convert"):
         load_moe_blocks(edited(FIXTURES / "deepseek_v3_tiny", tmp_path, widen))

@@ -221,6 +221,8 @@ def test_both_spellings_of_a_config():
     new |= {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "num_local_experts": 128}
     assert Qwen3MoeConfig.from_hf(new) == config
     assert Qwen3MoeConfig.from_hf(config.to_hf()) == config
+    new["rope_parameters"] |= {"partial_rotary_factor": 1.0}  # of a whole head, as without
+    assert Qwen3MoeConfig.from_hf(new) == config
     assert "num_local_experts" in json.loads((FIXTURES / NAMES[0] / "config.json").read_text())
 
 
@@ -242,7 +244,8 @@ def test_defaults_of_a_config():
     ({"use_sliding_window": True}, UnsupportedError, "use_sliding_window"),
     ({"mlp_only_layers": [0]}, UnsupportedError, "mlp_only_layers"),
     ({"decoder_sparse_step": 2}, UnsupportedError, "decoder_sparse_step"),
-    ({"hidden_act": "gelu"}, ArgumentError, "hidden_act.* got 'gelu', expected one of"),
+    ({"hidden_act": "mish"}, ArgumentError, "hidden_act: got 'mish', expected one of"),
+    ({"hidden_act": "relu2"}, ArgumentError, "hidden_act: got 'relu2', expected one of"),  # gated there, not here
     ({"num_experts": None}, ArgumentError, "num_experts: missing"),
     ({"num_local_experts": 64}, ArgumentError, "num_experts, num_local_experts: got"),
     ({"num_experts_per_tok": 129}, ArgumentError, "num_experts_per_tok: got 129, expected at most num_experts 128"),

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from jax_warp_decode.checkpoints import reader
 from jax_warp_decode.checkpoints.blocks import MoEFolder
 from jax_warp_decode.checkpoints.family import DENSE, Storage
-from jax_warp_decode.checkpoints.files import check_free, write_json
+from jax_warp_decode.checkpoints.files import check_free, write_json, write_tensors
 from jax_warp_decode.checkpoints.progress import Report, reporting
 from jax_warp_decode.checkpoints.quantization import check_sizes, encoding_of, plain_modules, quantization_config
 from jax_warp_decode.checkpoints.slots import Slot
@@ -40,6 +39,7 @@ def convert(folder: Any, out: Any, weights: str = "mxfp8", progress: Report | No
       CheckpointError: anything wrong with the source. Nothing has been written then.
       ArgumentError: unknown weights, experts that are quantised already, sizes that the format cannot take, or an `out`
         that holds a checkpoint or is a file.
+      OSError: a file of `out` cannot be written.
 
     Example:
       >>> import tempfile
@@ -53,7 +53,7 @@ def convert(folder: Any, out: Any, weights: str = "mxfp8", progress: Report | No
     """
     if weights not in TARGETS:
         raise ArgumentError(f"weights: got {weights!r}, expected one of {list(TARGETS)}")
-    out = reader.as_path(out)
+    out = reader.as_path(out, "out")
     source = MoEFolder(folder)
     if source.encoding.format != DENSE:
         raise ArgumentError(
@@ -88,10 +88,10 @@ def convert(folder: Any, out: Any, weights: str = "mxfp8", progress: Report | No
                     plain.append((name, stored.shape))
                 done += stored.nbytes
                 report(done, total)
-            save_file(tensors, out / file.name, metadata={"format": "pt"})
+            write_tensors(out / file.name, tensors)
             weight_map |= dict.fromkeys(tensors, file.name)
             size += sum(array.nbytes for array in tensors.values())
-    if len(shards) > 1:
+    if any(file.name != reader.SINGLE_FILE for file in shards):
         write_json(out / reader.INDEX_FILE, {"metadata": {"total_size": size}, "weight_map": weight_map})
     for path in copied:
         if path.stat().st_size:

@@ -1,10 +1,15 @@
-"""What everything that writes a checkpoint folder does: never overwrite one, and write JSON that is always the same."""
+"""What all that write checkpoint folders do: never overwrite one, and write files that are always the same."""
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
 from jax_warp_decode.checkpoints import reader
 from jax_warp_decode.errors import ArgumentError
@@ -22,3 +27,17 @@ def check_free(folder: Path) -> None:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes a safetensors file that whoever may read its folder may read.
+
+    Raises:
+      OSError: it cannot be written; safetensors has an error of its own, and files for their owner alone.
+    """
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}") from error
+    with contextlib.suppress(OSError):  # some file systems have no modes
+        path.chmod(path.parent.stat().st_mode & 0o666)

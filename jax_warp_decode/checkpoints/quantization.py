@@ -10,7 +10,7 @@ from jax_warp_decode.formats import FORMATS
 from jax_warp_decode.models.settings import Settings, show
 
 BLOCK_FIELDS = ("weight_block_size", "block_size")
-SKIP_FIELDS = ("modules_to_not_convert", "ignored_layers")
+SKIP_FIELDS = ("modules_to_not_convert", "ignored_layers", "ignore")
 MAX_PATTERN, MAX_STARS = 256, 16  # characters of one pattern, and `*` of all: each is one search in each module's name
 
 # (quant_method, block) -> format and what the name of a scale adds to the name of its weight. transformers, vLLM and
@@ -44,7 +44,7 @@ def read_encoding(settings: Settings) -> Encoding:
 
 
 def is_skipped(module: str, encoding: Encoding) -> bool:
-    """Whether a module stays plain although the folder is quantised.
+    """Whether a module stays plain although the folder is quantised: it, one that holds it, or one of this last name.
 
     Example:
       >>> from jax_warp_decode.checkpoints.family import Encoding
@@ -53,7 +53,8 @@ def is_skipped(module: str, encoding: Encoding) -> bool:
       >>> is_skipped("layers.3.mlp.shared.up_proj", encoding), is_skipped("layers.3.mlp.experts.0.up_proj", encoding)
       (True, False)
     """
-    if encoding.skipped and not encoding.skipped.isdisjoint(itertools.accumulate(module.split("."), "{}.{}".format)):
+    names = module.split(".")
+    if encoding.skipped and not encoding.skipped.isdisjoint((*names, *itertools.accumulate(names, "{}.{}".format))):
         return True
     text = f"{module}."
     for first, rest in encoding.pieces:

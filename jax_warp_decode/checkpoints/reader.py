@@ -103,12 +103,15 @@ class Folder:
     tensors: Mapping[str, StoredTensor]
 
 
-def as_path(folder: Any) -> pathlib.Path:
-    """The argument `folder` as a path; `ArgumentError` if it is none."""
+def as_path(folder: Any, name: str = "folder") -> pathlib.Path:
+    """An argument as a path; `ArgumentError` if it is none, or empty, which would be the current folder."""
     try:
-        return pathlib.Path(folder)
+        path = pathlib.Path(folder)
     except TypeError:
-        raise ArgumentError(f"folder: got {folder!r}, expected a path") from None
+        path = None
+    if path is None or folder == "":
+        raise ArgumentError(f"{name}: got {folder!r}, expected a path")
+    return path
 
 
 @contextlib.contextmanager

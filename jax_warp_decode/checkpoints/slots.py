@@ -145,6 +145,9 @@ def check(opened: reader.Folder, expected: Iterable[Slot], dtype: Any, unclaimed
         named = [f"{name}: {_difference(opened.tensors[name], slot)}"
                  for name, slot in itertools.islice(wrong.items(), MAX_NAMES)]
         problems.append(f"{len(wrong)} tensors of the wrong shape or type: {summary(named, len(wrong))}")
+    if any(slot.part == "values" and opened.tensors[name].dtype in FLOATS for name, slot in wrong.items()):
+        problems.append("modules that stay plain beside quantised ones must be named in modules_to_not_convert of the "
+                        "quantization_config")
     if not problems and (mixed := _mixed(opened, slots, dtype)):
         problems.append(f"experts of mixed types in {len(mixed)} layers: {summary(mixed)}, expected one type in "
                         "a layer; dtype= converts plain ones")

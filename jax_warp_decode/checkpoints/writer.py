@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors.numpy import save_file
 
 from jax_warp_decode.checkpoints import reader
 from jax_warp_decode.checkpoints.decoders import find_param, layout
 from jax_warp_decode.checkpoints.families import qwen3_moe
-from jax_warp_decode.checkpoints.files import check_free, write_json
+from jax_warp_decode.checkpoints.files import check_free, write_json, write_tensors
 from jax_warp_decode.checkpoints.quantization import encoding_of, plain_modules, quantization_config
 from jax_warp_decode.checkpoints.slots import Slot
 from jax_warp_decode.errors import ArgumentError
@@ -41,6 +40,7 @@ def save_qwen3_moe(
       ArgumentError: an unknown format, sizes that it cannot take, layers of different formats, parameters that are not
         those of `model.config`, a folder that holds a checkpoint already, or a path on which a file lies. Nothing has
         been written then.
+      OSError: a file cannot be written.
     """
     folder = reader.as_path(folder)
     if not isinstance(model.config, Qwen3MoeConfig):
@@ -58,7 +58,7 @@ def save_qwen3_moe(
     folder.mkdir(parents=True, exist_ok=True)
     source = _Source(model, expert_format)
     for file, names in split.filename_to_tensors.items():
-        save_file({name: source.read(slots[name]) for name in names}, folder / file, metadata={"format": "pt"})
+        write_tensors(folder / file, {name: source.read(slots[name]) for name in names})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(folder / reader.INDEX_FILE, index)

@@ -4,14 +4,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from jax_warp_decode.activations import ACTIVATIONS, Activation
+from jax_warp_decode.activations import Activation
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.models.rope import Yarn, read_rope
 from jax_warp_decode.models.settings import (
     MAX_LAYERS,
     MAX_SIZE,
     Settings,
-    check_choice,
+    hidden_activation,
     is_integer,
     is_positive,
     show,
@@ -41,7 +41,7 @@ class DecoderConfig:
       max_position_embeddings: positions the model was trained for; information only.
       tie_word_embeddings: whether the head is the embedding matrix.
       attention_bias: whether the four attention projections have a bias.
-      hidden_act: activation of the experts, a key of `ACTIVATIONS`.
+      hidden_act: activation of the experts, see `hidden_activation`.
 
     Class attributes:
       ARCHITECTURE, MODEL_TYPE: in config.json.
@@ -95,7 +95,7 @@ class DecoderConfig:
         if self.num_experts_per_tok > self.num_experts:
             raise ArgumentError(
                 f"num_experts_per_tok: got {self.num_experts_per_tok}, expected at most num_experts {self.num_experts}")
-        check_choice("hidden_act", self.hidden_act, ACTIVATIONS)
+        hidden_activation(self.hidden_act)
 
     @property
     def router(self) -> Router:
@@ -105,7 +105,7 @@ class DecoderConfig:
     @property
     def activation(self) -> Activation:
         """What happens between the projections of an expert."""
-        return ACTIVATIONS[self.hidden_act]
+        return hidden_activation(self.hidden_act)
 
     @property
     def yarn(self) -> Yarn | None:

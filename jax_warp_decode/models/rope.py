@@ -108,6 +108,8 @@ def read_rope(settings: Settings, theta: float, scaled: bool) -> tuple[float, Ya
         if kind not in kinds:
             raise UnsupportedError(f"{name}: got rope_type {show(kind)}, expected {' or '.join(map(repr, kinds))}")
         fields = {field.name for field in dataclasses.fields(Yarn)} if kind == "yarn" else set()
+        if options.values.get("partial_rotary_factor") == 1:  # all of a head
+            fields |= {"partial_rotary_factor"}
         if unknown := sorted(set(options.values) - {"rope_type", "type", "rope_theta"} - fields):
             raise UnsupportedError(f"{name}: got {show(unknown)}, expected only rope_type, rope_theta and "
                                    f"{sorted(fields) or 'nothing else'}")

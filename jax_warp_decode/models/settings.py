@@ -6,11 +6,15 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jax_warp_decode.activations import ACTIVATIONS, Activation
 from jax_warp_decode.errors import ArgumentError
 
 # Bounds of a size. Far beyond any model, and small enough that work which counts up to one of them ends.
 MAX_SIZE = 2**31 - 1
 MAX_LAYERS = 2**12
+
+# What a config.json calls some of our activations. All of its activations are gated; "relu2" is so there, and not here.
+ALIASES = {"swish": "silu", "gelu": "gelu_erf", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 
 _REQUIRED = object()
 _short = reprlib.Repr(maxlevel=3, maxdict=8, maxlist=8, maxtuple=8, maxstring=120, maxlong=40, maxother=120)
@@ -103,6 +107,19 @@ def check_choice(name: str, value: Any, known: Iterable[str]) -> str:
     if not isinstance(value, str) or value not in list(known):
         raise ArgumentError(f"{name}: got {show(value)}, expected one of {sorted(known)}")
     return value
+
+
+def hidden_activation(value: Any) -> Activation:
+    """The activation that a `hidden_act` names, by transformers' name or ours.
+
+    Example:
+      >>> from jax_warp_decode.models.settings import hidden_activation
+      >>> hidden_activation("gelu_pytorch_tanh").name
+      'gelu_tanh'
+    """
+    known = {name: activation for name, activation in ACTIVATIONS.items() if activation.gated}
+    known |= {alias: known[name] for alias, name in ALIASES.items()}
+    return known[check_choice("hidden_act", value, known)]
 
 
 def is_integer(value: Any) -> bool:

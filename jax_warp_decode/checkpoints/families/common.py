@@ -1,9 +1,9 @@
 """What several families share when they read their config.json."""
 
-from jax_warp_decode.activations import ACTIVATIONS, Activation, SwiGLU
+from jax_warp_decode.activations import Activation, SwiGLU
 from jax_warp_decode.checkpoints.family import BlockSpec
 from jax_warp_decode.errors import ArgumentError
-from jax_warp_decode.models.settings import MAX_LAYERS, Settings, check_choice
+from jax_warp_decode.models.settings import MAX_LAYERS, Settings, hidden_activation
 from jax_warp_decode.routers import Router
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -20,8 +20,8 @@ def sparse_layers(settings: Settings) -> tuple[int, ...]:
     return tuple(n for n in all_layers(settings) if n not in dense and (n + 1) % step == 0)
 
 
-def hidden_activation(settings: Settings) -> Activation:
-    return ACTIVATIONS[check_choice("hidden_act", settings.get("hidden_act", default="silu"), ACTIVATIONS)]
+def expert_activation(settings: Settings) -> Activation:
+    return hidden_activation(settings.get("hidden_act", default="silu"))
 
 
 def clamped_swiglu(settings: Settings) -> Activation:
@@ -35,14 +35,14 @@ def read_softmax(settings: Settings, layers: tuple[int, ...], renormalize: bool)
     E, k = experts(settings)
     return BlockSpec(
         settings.integer("hidden_size"), settings.integer("moe_intermediate_size"), E, layers,
-        Router(k, "softmax", renormalize), hidden_activation(settings),
+        Router(k, "softmax", renormalize), expert_activation(settings),
         settings.integer("shared_expert_intermediate_size", default=None))
 
 
 def experts(settings: Settings) -> tuple[int, int]:
     """E and K."""
     E = settings.integer("num_experts", "num_local_experts", "n_routed_experts")
-    k = settings.integer("num_experts_per_tok")
+    k = settings.integer("num_experts_per_tok", "experts_per_token")
     if k > E:
         raise ArgumentError(f"num_experts_per_tok: got {k}, expected at most the number of experts, {E}")
     return E, k

@@ -4,7 +4,7 @@ Source: DeepSeek-V3 report (arXiv:2412.19437) and the model card's config.json. 
 prediction, numbered after the last one, is not part of the decoder.
 """
 
-from jax_warp_decode.checkpoints.families.common import PROJECTIONS, all_layers, experts, hidden_activation
+from jax_warp_decode.checkpoints.families.common import PROJECTIONS, all_layers, expert_activation, experts
 from jax_warp_decode.checkpoints.family import BlockSpec, Family, Storage
 from jax_warp_decode.errors import UnsupportedError
 from jax_warp_decode.models.settings import MAX_LAYERS, Settings, show
@@ -28,7 +28,7 @@ def read(settings: Settings) -> BlockSpec:
     extra = settings.integer("num_nextn_predict_layers", "num_mtp_layers", default=0, least=0, most=MAX_LAYERS)
     return BlockSpec(
         settings.integer("hidden_size"), intermediate, E, tuple(n for n in layers if n >= dense and n % every == 0),
-        router, hidden_activation(settings), shared * intermediate or None,
+        router, expert_activation(settings), shared * intermediate or None,
         tuple(range(len(layers), len(layers) + extra)))
 
 

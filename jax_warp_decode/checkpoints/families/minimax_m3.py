@@ -1,7 +1,7 @@
 """MiniMax-M3: sigmoid scores with a correction bias, clamped SwiGLU, one shared expert, the first layers dense.
 
 The names are those of the published folder, whose language model lies inside a multimodal one: w1 is the gate, w3 the
-up projection, w2 the down projection. Source: model card and config.json.
+up projection, w2 the down projection. Source: model card and config.json; defaults are those of transformers 5.17.
 """
 
 from jax_warp_decode.checkpoints.families.common import PROJECTIONS, all_layers, clamped_swiglu, experts
@@ -25,7 +25,7 @@ def read(settings: Settings) -> BlockSpec:
     return BlockSpec(
         settings.integer("hidden_size"), settings.integer("intermediate_size"), E,
         tuple(n for n in layers if sparse[n]),
-        Router(k, "sigmoid", scale=settings.number("routed_scaling_factor", default=1.0)), clamped_swiglu(settings),
+        Router(k, "sigmoid", scale=settings.number("routed_scaling_factor", default=2.0)), clamped_swiglu(settings),
         settings.integer("shared_intermediate_size", default=None))
 
 
