@@ -129,7 +129,7 @@ def check_scale_bytes(format, interpret=False, lanes=4):
     np.testing.assert_array_equal(got, want)
 
 
-def check_value_bytes(format, lanes):
+def check_value_bytes(format, lanes, interpret=False):
     """Row r holds byte r; two values a byte are the low nibble and the high one."""
     table, spec = oracle_formats.FORMATS[format].table, FORMATS[format]
     items = stored(format, fill=0x88 if format == "int4_group32" else 0)
@@ -138,11 +138,16 @@ def check_value_bytes(format, lanes):
     w = wrap(format, items, ones * np.uint8(127) if ones.dtype == np.uint8 else ones)
     packed = spec.values_per_item == 2
     want = np.stack([table[BYTES & 15], table[BYTES >> 4]] if packed else [table], -1).astype(np.float32)
-    np.testing.assert_array_equal(read_back(w, [10, 11] if packed else [5], False, lanes), want)
+    np.testing.assert_array_equal(read_back(w, [10, 11] if packed else [5], interpret, lanes), want)
 
 
 def test_every_scale_byte():
     check_scale_bytes("mxfp4", interpret=True)  # test_kernels has mxfp8, test_gpu_formats all of them
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_value_byte(format):
+    check_value_bytes(format, lanes=4, interpret=True)
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
