@@ -43,11 +43,27 @@ def check_numbers(x: jax.Array, routing: Routing, strategy: str) -> None:
                                "depend on them; export once for every batch size, or take strategy='reference'")
 
 
+def matching(x: jax.Array, routing: Routing) -> Routing:
+    """The routing as int32 ids and float32 weights, with the leading axes of x.
+
+    Raises:
+      ArgumentError: x has no axis, or ids or weights have other leading axes than x.
+    """
+    ids, weights = int32_ids(routing.ids), float32_weights(routing.weights)
+    leading = x.shape[:-1]
+    for name, a in (("ids", ids), ("weights", weights)):
+        if a.ndim < 1 or a.shape[:-1] != leading:
+            raise ArgumentError(
+                f"routing.{name}: got shape {a.shape}, expected ({', '.join(map(str, (*leading, 'K')))}) = [..., K] to "
+                f"match x {x.shape} = [..., H]; reshape one of them, or map over the extra axes with jax.vmap")
+    return Routing(ids, weights)
+
+
 def merge(x: jax.Array, routing: Routing) -> tuple[jax.Array, Routing]:
     """x [..., H] and a routing [..., K] with the same leading axes -> [T, H] and [T, K], T their product.
 
     Raises:
-      ArgumentError: x has no axis, or ids or weights have other leading axes than x.
+      ArgumentError: as `matching`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -57,13 +73,6 @@ def merge(x: jax.Array, routing: Routing) -> tuple[jax.Array, Routing]:
       >>> x.shape, routing.ids.shape
       ((6, 64), (6, 4))
     """
-    ids, weights = int32_ids(routing.ids), float32_weights(routing.weights)
-    leading = x.shape[:-1]
-    for name, a in (("ids", ids), ("weights", weights)):
-        if a.ndim < 1 or a.shape[:-1] != leading:
-            raise ArgumentError(
-                f"routing.{name}: got shape {a.shape}, expected ({', '.join(map(str, (*leading, 'K')))}) = [..., K] to "
-                f"match x {x.shape} = [..., H]; reshape one of them, or map over the extra axes with jax.vmap")
-    tokens = math.prod(leading)
-    x, ids, weights = (a.reshape(tokens, a.shape[-1]) for a in (x, ids, weights))
+    routing, tokens = matching(x, routing), math.prod(x.shape[:-1])
+    x, ids, weights = (a.reshape(tokens, a.shape[-1]) for a in (x, routing.ids, routing.weights))
     return x, Routing(ids, weights)

@@ -12,10 +12,11 @@ from jax.typing import DTypeLike
 
 from jax_warp_decode.device import FIRST_CUDA, capability, software_refusal
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
-from jax_warp_decode.experts import ExpertWeights
+from jax_warp_decode.experts import ExpertWeights, is_float
 from jax_warp_decode.formats import FORMATS, QuantizedArray
 from jax_warp_decode.kernels import checks
 from jax_warp_decode.paths import expert_centric, grouped_gemm, grouped_layer, reference, shared_decode, warp_decode
+from jax_warp_decode.routers import static_integer
 from jax_warp_decode.routing import expected_experts
 
 # Compute capabilities that Pallas Mosaic GPU compiles the warp-decode kernels for. 9.0 was measured (H200), 10.x only
@@ -219,6 +220,13 @@ def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
     """
     if not isinstance(strategy, str) or strategy not in ("auto", *STRATEGIES):
         raise ArgumentError(f"strategy: got {strategy!r}, expected 'auto' or one of {list(STRATEGIES)}")
+    for name, value in (("tokens", tokens), ("experts_per_token", experts_per_token)):
+        if static_integer(name, value, "of at least 0") < 0:
+            raise ArgumentError(f"{name}: got {value}, expected at least 0")
+    if not isinstance(experts, ExpertWeights):
+        raise ArgumentError(f"experts: got {type(experts).__name__}, expected ExpertWeights(w_gate, w_up, w_down)")
+    if x_dtype is None or not is_float(x_dtype):
+        raise ArgumentError(f"x_dtype: got {x_dtype!r}, expected a floating dtype such as bfloat16")
 
     @functools.cache  # `auto` asks for the same name more than once
     def refused(name):

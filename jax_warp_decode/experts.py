@@ -96,7 +96,7 @@ class ExpertWeights:
           >>> ExpertWeights.from_gate_up(rows, w_down, order="interleaved").w_up.tolist()
           [[[2.0, 3.0], [6.0, 7.0]]]
         """
-        if order not in ORDERS:
+        if not isinstance(order, str) or order not in ORDERS:
             raise ArgumentError(f"order: got {order!r}, expected one of {ORDERS}")
         shape: tuple[int, ...] = getattr(w_gate_up, "shape", ())
         if len(shape) not in (3, 4) or shape[-2] % 2:
@@ -105,9 +105,10 @@ class ExpertWeights:
         w_gate, w_up = _halves("w_gate_up", w_gate_up, order)
         b_gate = b_up = None
         if b_gate_up is not None:
-            if jnp.shape(b_gate_up) != shape[:-1]:
-                raise ArgumentError(f"b_gate_up: got shape {jnp.shape(b_gate_up)}, expected {shape[:-1]} to match "
-                                    f"w_gate_up {shape}")
+            b_gate_up = jnp.asarray(b_gate_up)
+            if b_gate_up.shape != shape[:-1]:
+                raise ArgumentError(f"b_gate_up: got shape {b_gate_up.shape}, expected {shape[:-1]} to match w_gate_up "
+                                    f"{shape}")
             b_gate, b_up = _cut(b_gate_up, order, -1)
         experts = cls(w_gate, w_up, w_down, b_gate, b_up, b_down)
         experts.check()
@@ -228,6 +229,13 @@ class ExpertWeights:
             if b.shape != want:
                 raise ArgumentError(f"experts.{name}: got shape {b.shape}, expected {want} = "
                                     f"[{L}E, {'H' if matrix == 'w_down' else 'I'}] to match {matrix}")
+
+
+def check_experts(experts, name: str = "experts") -> None:
+    """Raises `ArgumentError` unless these are sound `ExpertWeights`."""
+    if not isinstance(experts, ExpertWeights):
+        raise ArgumentError(f"{name}: got {type(experts).__name__}, expected ExpertWeights(w_gate, w_up, w_down)")
+    experts.check()
 
 
 def _cut(a: jax.Array, order: str, axis: int) -> tuple[jax.Array, jax.Array]:

@@ -8,8 +8,10 @@ from jax.typing import DTypeLike
 
 from jax_warp_decode import tuning
 from jax_warp_decode.choose import Choice, choose
-from jax_warp_decode.experts import ExpertWeights
+from jax_warp_decode.errors import ArgumentError
+from jax_warp_decode.experts import ExpertWeights, check_experts
 from jax_warp_decode.kernels import checks, down, gate_up
+from jax_warp_decode.routers import static_integer
 
 if TYPE_CHECKING:
     from jax_warp_decode.parallel import ExpertSharding
@@ -39,7 +41,10 @@ def explain_config(experts: ExpertWeights, *, tokens: int, experts_per_token: in
       >>> list(explain_config(experts, tokens=1, experts_per_token=2))
       ['moe_gate_up', 'moe_down']
     """
-    experts.check()
+    check_experts(experts)
+    for name, value in (("tokens", tokens), ("experts_per_token", experts_per_token)):
+        if static_integer(name, value, "of at least 1") < 1:
+            raise ArgumentError(f"{name}: got {value}, expected at least 1")
     for name, w in experts.weights.items():
         rows, cols = w.shape[-2:]
         checks.dimensions(name, cols, rows, checks.format_of(name, w))
@@ -92,6 +97,7 @@ def explain(experts: ExpertWeights, *, tokens: int, experts_per_token: int, x_dt
       reference (asked for)
     """
     shares = 1
+    check_experts(experts)
     if sharding is not None:
         experts = jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(place.shard_shape(a.shape), a.dtype), experts,
                                sharding.shardings(experts))

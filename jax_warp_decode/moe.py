@@ -8,7 +8,7 @@ from jax_warp_decode import batch_axes, placement, varying
 from jax_warp_decode.activations import Activation, get_activation
 from jax_warp_decode.choose import TABLE, choose, no_gpu_reason, warn_if_slow
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
-from jax_warp_decode.experts import DENSE_FORMATS, ExpertWeights
+from jax_warp_decode.experts import DENSE_FORMATS, ExpertWeights, check_experts
 from jax_warp_decode.kernels import checks
 from jax_warp_decode.kernels.expert_index import check_layer
 from jax_warp_decode.routing import Routing
@@ -81,14 +81,7 @@ def moe(
 def apply(x, routing, experts, *, layer, activation, strategy, activation_format, out_dtype, interpret, whole,
           weight_on="output"):
     """`moe`, also for one device's share of the experts (`whole` False), which may be fewer than a token's slots."""
-    x = batch_axes.as_array(x)
-    if jnp.dtype(x.dtype) not in DENSE_FORMATS:
-        raise ArgumentError(f"x: got dtype {x.dtype}, expected bfloat16, float16 or float32; cast x")
-    if not isinstance(experts, ExpertWeights):
-        raise ArgumentError(f"experts: got {type(experts).__name__}, expected ExpertWeights(w_gate, w_up, w_down)")
-    if not isinstance(routing, Routing):
-        raise ArgumentError(f"routing: got {type(routing).__name__}, expected Routing(ids, weights); see route")
-    experts.check()
+    x = check_operands(x, routing, experts)
     if (layer is None) != (experts.layers is None):
         raise ArgumentError(f"layer: got {layer} with w_up {experts.w_up.shape}, expected an integer scalar with "
                             "stacked weights [L, E, I, H], and only then")
@@ -145,6 +138,17 @@ def apply(x, routing, experts, *, layer, activation, strategy, activation_format
         else:
             y = path.run(x, routing, experts, activation=act, out_dtype=out_dtype, **options)
     return varying.like(y, operands).reshape(shape)  # inside shard_map, JAX takes a kernel's result for replicated
+
+
+def check_operands(x, routing, experts) -> jax.Array:
+    """x as an array; refuses what cannot be the three operands of a layer, whatever their sizes."""
+    x = batch_axes.as_array(x)
+    if jnp.dtype(x.dtype) not in DENSE_FORMATS:
+        raise ArgumentError(f"x: got dtype {x.dtype}, expected bfloat16, float16 or float32; cast x")
+    check_experts(experts)
+    if not isinstance(routing, Routing):
+        raise ArgumentError(f"routing: got {type(routing).__name__}, expected Routing(ids, weights); see route")
+    return x
 
 
 def _weighted_rows(x, routing, num_experts, strategy):

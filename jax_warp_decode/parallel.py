@@ -23,11 +23,11 @@ from jax_warp_decode import batch_axes, placement
 from jax_warp_decode import exchange as exchanges
 from jax_warp_decode.choose import choose, warn_if_slow
 from jax_warp_decode.errors import ArgumentError
-from jax_warp_decode.experts import ExpertWeights
+from jax_warp_decode.experts import ExpertWeights, check_experts
 from jax_warp_decode.formats import FORMATS, QuantizedArray
 from jax_warp_decode.kernels import checks
-from jax_warp_decode.moe import apply
-from jax_warp_decode.routing import Routing, float32_weights, int32_ids
+from jax_warp_decode.moe import apply, check_operands
+from jax_warp_decode.routing import Routing, int32_ids
 from jax_warp_decode.shared_experts import with_shared
 
 Axes = str | tuple[str, ...] | None
@@ -101,6 +101,7 @@ class ExpertSharding:
         Raises:
           ArgumentError: E or I that the mesh does not divide, or a block of the format that it would cut.
         """
+        check_experts(experts, owner)
         present = experts.weights | experts.biases
         specs: dict[str, Any] = {name: self.spec(name, w, owner) for name, w in present.items()}
         return dataclasses.replace(experts, **specs)
@@ -195,18 +196,14 @@ def moe_sharded(x: jax.Array, routing: Routing, experts: ExpertWeights, sharding
       >>> round(float(y[0, 0]), 2)
       0.73
     """
-    x = jnp.asarray(x)
-    if not isinstance(routing, Routing):
-        raise ArgumentError(f"routing: got {type(routing).__name__}, expected Routing(ids, weights); see route")
     check_sharding(sharding)
+    x = check_operands(x, routing, experts)
     batch_axes.check_numbers(x, routing, options.get("strategy", "auto"))
     placement.check_surroundings(
         sharding.mesh, _axes(sharding.expert_axis) + _axes(sharding.tensor_axis) + _axes(sharding.token_axis))
     specs = {}
     for name, weights, places in (("experts", experts, sharding), ("shared", shared, sharding.of_shared)):
-        _check_experts(name, weights)
         if weights is not None:
-            weights.check()
             specs[name] = places.specs(weights, name)
             placement.check_weights(name, weights, places.shardings(weights, name))
     placement.check_devices(sharding.mesh, **{"x": x, "routing.ids": routing.ids, "routing.weights": routing.weights,
@@ -216,6 +213,13 @@ def moe_sharded(x: jax.Array, routing: Routing, experts: ExpertWeights, sharding
         raise ArgumentError(f"x: got shape {x.shape}, expected a first axis that is a multiple of {parts}, the devices "
                             f"along token_axis = {sharding.token_axis!r}; pad x, with -1 as the ids of the padding")
     _check_shared(x, shared, shared_weight, options)
+    if x.shape[-1] != experts.hidden:  # here, where shapes are those of the whole
+        raise ArgumentError(f"x: got shape {x.shape}, expected [..., {experts.hidden}] to match w_up "
+                            f"{experts.w_up.shape}, H last")
+    routing = batch_axes.matching(x, routing)
+    if (k := routing.ids.shape[-1]) > experts.num_experts:
+        raise ArgumentError(f"routing.ids: got K = {k} slots per token, expected at most E = {experts.num_experts}, "
+                            "the experts")
     tokens = P(_one(_axes(sharding.token_axis)) or None)
 
     traced = layer if isinstance(layer, jax.Array) else None
@@ -227,7 +231,7 @@ def moe_sharded(x: jax.Array, routing: Routing, experts: ExpertWeights, sharding
                          token_axis=sharding.token_axis, layer=layer if traced is None else traced,
                          reduce_dtype=reduce_dtype, exchange=exchange, **options)
 
-    rows = x, Routing(int32_ids(routing.ids), float32_weights(routing.weights)), shared_weight
+    rows = x, routing, shared_weight
     given = {"experts": experts} | ({} if shared is None else {"shared": shared})
     if AxisType.Explicit in sharding.mesh.axis_types:  # there, shard_map takes no argument that is split otherwise
         rows = jax.reshard(rows, NamedSharding(sharding.mesh, tokens))
@@ -260,8 +264,9 @@ def moe_local(x: jax.Array, routing: Routing, experts: ExpertWeights, *, shared:
     _check_disjoint(expert_axis, tensor_axis)
     for name, names in axes.items():
         _check_manual(name, names)
-    for name, weights in (("experts", experts), ("shared", shared)):
-        _check_experts(name, weights)
+    x = check_operands(x, routing, experts)
+    if shared is not None:
+        check_experts(shared, "shared")
     _check_shared(x, shared, shared_weight, options)
     reduce_dtype = checked_reduce_dtype(reduce_dtype)
     partial = axes["expert_axis"] + axes["tensor_axis"]
@@ -363,19 +368,15 @@ def checked_reduce_dtype(dtype) -> jnp.dtype:
     return found
 
 
-def _check_experts(name, experts):
-    if not isinstance(experts, ExpertWeights | None) or experts is None and name == "experts":
-        raise ArgumentError(f"{name}: got {type(experts).__name__}, expected ExpertWeights(w_gate, w_up, w_down)")
-
-
 def _check_shared(x, shared, weight, options):
     if weight is None:
         return
     if shared is None:
         raise ArgumentError("shared_weight: got an array without shared experts, expected None")
-    if weight.shape != (*x.shape[:-1], 1):
-        raise ArgumentError(f"shared_weight: got shape {weight.shape}, expected {(*x.shape[:-1], 1)}, one for each "
-                            "token")
+    got = f"{weight.dtype}{list(weight.shape)}" if hasattr(weight, "dtype") else type(weight).__name__
+    if not (hasattr(weight, "dtype") and jnp.issubdtype(weight.dtype, jnp.floating)
+            and weight.shape == (*x.shape[:-1], 1)):
+        raise ArgumentError(f"shared_weight: got {got}, expected floats {list((*x.shape[:-1], 1))}, one for each token")
     if options.get("weight_on") == "input":
         raise ArgumentError("shared_weight: got an array with weight_on='input', expected None; it is a factor of the "
                             "output")

@@ -21,7 +21,7 @@ from jax_warp_decode import batch_axes, placement
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import ExpertWeights
 from jax_warp_decode.gradients import without_gradient
-from jax_warp_decode.moe import moe
+from jax_warp_decode.moe import check_operands, moe
 from jax_warp_decode.parallel import ExpertSharding, checked_reduce_dtype, moe_local
 from jax_warp_decode.routing import Routing
 
@@ -67,7 +67,7 @@ def moe_partitioned(x: jax.Array, routing: Routing, experts: ExpertWeights, *, l
       >>> round(float(y[0, 0]), 2)
       0.73
     """
-    x, reduce_dtype = jnp.asarray(x), checked_reduce_dtype(reduce_dtype)
+    x, reduce_dtype = check_operands(x, routing, experts), checked_reduce_dtype(reduce_dtype)
     for a in jax.tree.leaves((x, routing, experts)):
         if isinstance(a, jax.Array) and AxisType.Explicit in jax.typeof(a).sharding.mesh.axis_types:
             raise ArgumentError(f"experts: got arrays on a mesh with explicit axes, {jax.typeof(a).sharding.mesh}, "

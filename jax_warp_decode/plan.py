@@ -200,8 +200,9 @@ def report(options: argparse.Namespace):
                             "which is not known here")
     for name, value in (("devices", options.devices), ("batch", options.batch), ("layers", layers),
                         ("per-host", options.per_host)):
-        if value < 1:
-            raise ArgumentError(f"--{name}: got {value}, expected at least 1")
+        if not 1 <= value < 2**31:
+            got = value if abs(value) < 2**63 else f"a number of {len(str(abs(value)))} digits"
+            raise ArgumentError(f"--{name}: got {got}, expected 1 to {2**31 - 1}")
     every = splits(table, preset, format, layers, options.devices, options.batch, options.per_host)
     if not every:
         raise ArgumentError(

@@ -69,7 +69,7 @@ GROUP_SCORES = {"top2": 2, "max": 1}
 # --------------------------------------------------------------------------------------------------------- config
 
 
-def _static_integer(name: str, value, expected: str) -> int:
+def static_integer(name: str, value, expected: str) -> int:
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -117,21 +117,25 @@ class Router:
 
     def __post_init__(self):
         for name, table in (("scoring", SCORING), ("group_score", GROUP_SCORES)):
-            if (got := getattr(self, name)) not in table:
+            if not isinstance(got := getattr(self, name), str) or got not in table:
                 raise ArgumentError(f"{name}: got {got!r}, expected one of {list(table)}")
         for name in ("k", "n_group", "topk_group"):
-            value = _static_integer(name, getattr(self, name), "of at least 1")
+            value = static_integer(name, getattr(self, name), "of at least 1")
             if value < 1:
                 raise ArgumentError(f"{name}: got {value}, expected at least 1")
             object.__setattr__(self, name, value)
         if self.topk_group > self.n_group:
             raise ArgumentError(f"topk_group: got {self.topk_group}, expected at most n_group = {self.n_group}")
         try:  # NumPy scalars become Python numbers, so that equal routers hash alike and x64 mode changes nothing
+            if isinstance(self.scale, str | bool):
+                raise TypeError
             object.__setattr__(self, "scale", float(self.scale))
         except TypeError:
             raise ArgumentError(f"scale: got {type(self.scale).__name__}, expected a static number") from None
         if not math.isfinite(self.scale):
             raise ArgumentError(f"scale: got {self.scale}, expected a finite number")
+        if not isinstance(self.renormalize, bool | np.bool_):
+            raise ArgumentError(f"renormalize: got {self.renormalize!r}, expected True or False")
         object.__setattr__(self, "renormalize", bool(self.renormalize))
 
     @property
@@ -200,14 +204,21 @@ def choose_experts(
     if scoring.on_chosen:
         weights = scoring.score(weights)
     elif router.renormalize:
-        total = jnp.sum(weights, axis=-1, keepdims=True)
-        # Apart from gradients, 0 / 1 is 0 / _EPSILON: scores that are all zero stay zero.
-        weights = weights / jnp.where(total == 0, np.float32(1), total + _EPSILON)
+        total = jnp.sum(weights, axis=-1, keepdims=True) + _EPSILON
+        # Both by one power of two, which changes no quotient: its gradient squares the total, and that would underflow.
+        power = _reciprocal_power(lax.stop_gradient(total))
+        weights = weights * power / (total * power)
     if router.scale != 1:
         weights = weights * np.float32(router.scale)
     if expert_scale is not None:
         weights = weights * jnp.take(expert_scale.astype(jnp.float32), ids, axis=0)
     return ids, weights
+
+
+def _reciprocal_power(z: jax.Array) -> jax.Array:
+    """A power of two that brings a positive float32 to about 1."""
+    exponent = lax.bitcast_convert_type(z, jnp.int32) >> 23 & 255
+    return lax.bitcast_convert_type(jnp.clip(254 - exponent, 1, 254) << 23, jnp.float32)
 
 
 def _eligible(router: Router, choice: jax.Array) -> jax.Array:

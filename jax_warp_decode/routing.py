@@ -68,8 +68,8 @@ def route(
 
     The ids of a token are distinct and in range for any input bits, best first, ties to the lower id; -0 and 0 tie, and
     NaN ranks below everything. Weights are finite for finite logits; where all chosen scores vanish (a row of -inf)
-    they are zero. With a softmax, a NaN or +inf logit gives NaN weights in its row, so that it stays visible; no row
-    influences another.
+    they are zero. With a softmax over all experts, a NaN or +inf logit gives NaN weights in its row, so that it stays
+    visible ("topk_softmax" sees the chosen ones alone); no row influences another.
 
     Args:
       logits: [T, E] floats, converted to float32.

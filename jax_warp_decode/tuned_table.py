@@ -13,6 +13,7 @@ import datetime
 import functools
 import importlib.resources
 import json
+import math
 import os
 import pathlib
 import re
@@ -51,6 +52,14 @@ class Entry:
     runner_up_us: float | None
     jax: str
     date: str
+
+    def is_sound(self) -> bool:
+        """Whether the fields, which come from a file, have their types. A config that does not fit is found in use."""
+        times = [self.us, *(t for t in (self.heuristic_us, self.runner_up_us) if t is not None)]
+        return (isinstance(self.config, dict) and isinstance(self.runner_up, dict | None)
+                and all(type(n) is int and n > 0 for n in (self.H, self.I, self.K, self.T))
+                and all(type(t) in (int, float) and 0 < t < math.inf for t in times)
+                and all(isinstance(text, str) for text in (self.kernel, self.format, self.jax, self.date)))
 
     @property
     def shape(self) -> tuple:
@@ -141,8 +150,7 @@ def _parse(path: pathlib.Path, version: tuple) -> Table:
         table = Table(path, content["device_kind"], {})
         for fields in content["configs"]:
             entry = Entry(**fields)
-            sizes = [type(n) is int and n > 0 for n in (entry.H, entry.I, entry.K, entry.T)]
-            if not (all(sizes) and isinstance(entry.config, dict) and isinstance(entry.date, str)):
+            if not entry.is_sound():
                 raise ValueError(f"an entry reads {fields}")
             table.shapes.setdefault(entry.shape, {})[entry.T] = entry
         if not isinstance(table.device_kind, str):
@@ -151,7 +159,7 @@ def _parse(path: pathlib.Path, version: tuple) -> Table:
         raise
     except KeyError as error:
         raise refused(path, f"has no {error}") from None
-    except (ValueError, TypeError) as error:  # not JSON, or JSON of another shape
+    except (ValueError, TypeError, RecursionError) as error:  # not JSON, or JSON of another shape
         raise refused(path, f"is no table of tuned configurations ({error})") from None
     return table
 

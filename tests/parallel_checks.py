@@ -257,6 +257,25 @@ def test_sizes_that_do_not_divide():
         moe_sharded(x[:4], Routing(routing.ids[:4], routing.weights[:4]), sharding.shard(experts), sharding)
 
 
+def test_messages_are_about_the_whole_and_not_about_a_device():
+    x, routing, experts = small()
+    sharding = LAYOUTS["DP8"]()
+    placed, (T, K), E = sharding.shard(experts), routing.ids.shape, experts.num_experts
+    wide = jax.tree.map(lambda a: jnp.resize(a, (T, E + 1)), routing)
+    with pytest.raises(ArgumentError, match=rf"routing.ids: got K = {E + 1} slots per token, expected at most E = {E}"):
+        moe_sharded(x, wide, placed, sharding)
+    with pytest.raises(ArgumentError, match=rf"routing.ids: got shape \({T - 1}, {K}\), expected \({T}, K\)"):
+        moe_sharded(x, jax.tree.map(lambda a: a[1:], routing), placed, sharding)
+    for bad in (x[:, 1:], x.astype(jnp.int32), None):
+        with pytest.raises(ArgumentError, match=r"^x: got (shape \(\d+, 63\)|int32\[|NoneType)"):
+            moe_sharded(bad, routing, placed, sharding)
+    for call in (lambda: moe_sharded(x, (1, 2), placed, sharding), lambda: moe_local(x, (1, 2), experts)):
+        with pytest.raises(ArgumentError, match="^routing: got tuple, expected Routing"):
+            call()
+    with pytest.raises(ArgumentError, match="^experts: got NoneType, expected ExpertWeights"):
+        sharding.shard(None)
+
+
 @pytest.mark.parametrize("format,parts", [("mxfp8", 8), ("fp8_block128", 2)])
 def test_blocks_that_tensor_parallel_would_cut(format, parts):
     experts = small()[2].quantize(format)

@@ -29,6 +29,7 @@ from jax_warp_decode import (
 )
 from jax_warp_decode.choose import TABLE, measured_format, warn_if_slow
 from jax_warp_decode.experts import ORDERS
+from jax_warp_decode.explain import explain
 from jax_warp_decode.layers import MoE
 from jax_warp_decode.parallel import ExpertSharding, moe_sharded
 from jax_warp_decode.paths import grouped_gemm, warp_decode
@@ -468,6 +469,22 @@ def test_experts_without_a_gate_need_an_activation_without_one():
         moe(x, routing, experts, activation="relu2")
 
 
+@pytest.mark.parametrize("change, message", [
+    (dict(tokens="3"), "tokens: got '3', expected a static integer"),
+    (dict(tokens=-1), "tokens: got -1, expected at least 0"),
+    (dict(tokens=True), "tokens: got True, expected a static integer"),
+    (dict(experts_per_token=2.5), "experts_per_token: got 2.5, expected a static integer"),
+    (dict(x_dtype="banana"), "x_dtype: got 'banana', expected a floating dtype"),
+    (dict(x_dtype=jnp.int32), "x_dtype: got .*int32.*, expected a floating dtype"),
+    (dict(experts=None), "experts: got NoneType, expected ExpertWeights"),
+])
+@pytest.mark.parametrize("ask", [choose, explain])
+def test_questions_about_a_call_are_checked(ask, change, message):
+    good_question = dict(tokens=1, experts=good()["experts"], experts_per_token=2, x_dtype=jnp.bfloat16)
+    with pytest.raises(ArgumentError, match=message):
+        ask(**good_question | change)
+
+
 # -------------------------------------------------------------------------------------------- gate and up in one array
 
 
@@ -504,6 +521,8 @@ def test_gate_and_up_in_one_array(format, order):
     (dict(order="alternating"), "order: got 'alternating', expected one of"),
     (dict(w_gate_up=jnp.ones((3, 63, 64))), r"w_gate_up: got shape \(3, 63, 64\), expected \[E, 2 I, H\]"),
     (dict(w_gate_up=None), "w_gate_up: got NoneType, expected"),
+    (dict(b_gate_up=[[0.0] * 32] * 3), r"b_gate_up: got shape \(3, 32\), expected \(3, 64\)"),
+    (dict(order=["concatenated"]), "order: got .'concatenated'., expected one of"),
     (dict(b_gate_up=jnp.ones((3, 32))), r"b_gate_up: got shape \(3, 32\), expected \(3, 64\)"),
     (dict(w_down=jnp.ones((3, 64, 64))), r"experts.w_down: got shape \(3, 64, 64\), expected \(3, 64, 32\)"),
     (dict(w_gate_up=quantize(jnp.ones((3, 64, 64)), "fp8_block128")), "got concatenated rows in .* scale for 128 rows"),

@@ -76,7 +76,8 @@ def test_it_says_what_was_measured_and_what_was_not(capsys):
 @pytest.mark.parametrize("line,message", [
     ("--model gpt5 --devices 1 --batch 1", "model: got 'gpt5', expected one of"),
     ("--model glm-5 --devices 8 --batch 1", "--layers: got nothing, expected the number of layers"),
-    ("--model deepseek-v3 --devices 0 --batch 1", "--devices: got 0, expected at least 1"),
+    ("--model deepseek-v3 --devices 0 --batch 1", "--devices: got 0, expected 1 to 2147483647"),
+    ("--model tiny-docs --devices 1 --batch " + "9" * 400, "--batch: got a number of 400 digits, expected 1 to"),
     ("--model deepseek-v3 --devices 8 --batch -3", "--batch: got -3"),
     ("--model deepseek-v3 --devices 8 --batch 8 --format fp3", "--format: got 'fp3', expected one of"),
     ("--model deepseek-v3 --devices 7 --batch 5", "--devices: got 7, expected a number that splits E = 256"),

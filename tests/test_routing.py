@@ -353,6 +353,22 @@ def test_gradients_are_finite_at_the_ends():
         assert np.isfinite(grad).all(), scoring
 
 
+@pytest.mark.parametrize("scoring", ["sigmoid", "sqrt_softplus"])
+@pytest.mark.parametrize("level", [-44.0, -50.0, -70.0, -86.0, -100.0, -170.0])
+def test_gradients_of_small_scores(scoring, level):
+    """Where squares of the scores underflow; their quotients are still those of exp(z), or of its root."""
+    z = np.array([level, level - 0.5, level - 1.0, level - 60.0])
+    grad = jax.grad(lambda z: (route(z[None], Router(2, scoring)).weights * jnp.array([1.0, 2.0])).sum())(
+        jnp.asarray(z, jnp.float32))
+    share = 1.0 if scoring == "sigmoid" else 0.5
+    scores = np.exp(share * z[:2])
+    total = scores.sum() + 1e-20
+    # Of w0 + 2 w1 with w = s / (s0 + s1 + e): ds_i = share s_i.
+    want = share * scores * (np.array([1.0, 2.0]) / total - (scores * [1.0, 2.0]).sum() / total**2)
+    np.testing.assert_allclose(np.asarray(grad)[:2], want, rtol=1e-3, atol=1e-5)
+    assert not np.asarray(grad)[2:].any()
+
+
 def test_a_router_is_a_static_argument():
     assert hash(Router(np.int64(2), scale=np.float64(2.5))) == hash(Router(2, scale=2.5))
     got = jax.jit(route, static_argnums=1)(jnp.array([[0.0, 1.0]]), Router(1))
@@ -368,6 +384,9 @@ def test_a_router_is_a_static_argument():
     (lambda: Router(1, group_score="sum"), r"^group_score: got 'sum', expected one of \['top2', 'max'\]"),
     (lambda: Router(1, scale=float("nan")), r"^scale: got nan, expected a finite number"),
     (lambda: Router(1, scale=[2.5]), r"^scale: got list, expected a static number"),
+    (lambda: Router(1, scale="2.5"), r"^scale: got str, expected a static number"),
+    (lambda: Router(1, scoring=["softmax"]), r"^scoring: got \['softmax'\], expected one of"),
+    (lambda: Router(1, renormalize="no"), r"^renormalize: got 'no', expected True or False"),
     (lambda: route(jnp.zeros((1, 8)), Router(5, n_group=4, topk_group=2)), r"^k: got 5, expected 1 to 4.*topk_group"),
     (lambda: route(jnp.zeros((1, 8)), Router(2, n_group=3, topk_group=2)), r"^n_group: got 3, expected a divisor.* 8"),
     (lambda: route(jnp.zeros((1, 8)), Router(2), renormalize=False), r"^renormalize: got False beside a Router"),

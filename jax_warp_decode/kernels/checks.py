@@ -134,6 +134,17 @@ def config_type(config, kinds: tuple[type, ...], interpret=False):
     return config
 
 
+MOST_UNROLL = 1024
+
+
+def row_tile(cols: int, format: str, config) -> RowTile:
+    """That of a config of lanes and rows; `config_fits` says whether it is one of a weight."""
+    for name in ("lanes", "rows"):
+        if type(value := getattr(config, name)) is not int or value < 1:
+            raise ArgumentError(f"config: got {name}={value!r}, expected an integer of at least 1")
+    return RowTile(cols, format, config.lanes, config.rows)
+
+
 def fits(config, H: int, I: int, K: int, format: str) -> bool:
     """Whether a kernel can run with a configuration."""
     try:
@@ -152,5 +163,5 @@ def config_fits(name: str, rows: RowTile, n: int, unroll: int) -> None:
             f"config: lanes={rows.lanes}, rows={rows.rows} do not fit {name} [.., {n}, {rows.cols}]; lanes must "
             f"be 4, 8, 16 or 32 and cover at most one row ({rows.vec} columns each), and a warpgroup's {rows.out_rows} "
             f"rows must divide {multiple}")
-    if unroll < 1:
-        raise ArgumentError(f"config: got unroll={unroll}, expected at least 1")
+    if type(unroll) is not int or not 1 <= unroll <= MOST_UNROLL:
+        raise ArgumentError(f"config: got unroll={unroll!r}, expected 1 to {MOST_UNROLL}")

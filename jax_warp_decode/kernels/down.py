@@ -58,7 +58,7 @@ class DownConfig:
 
     def check(self, H: int, I: int, K: int, format: str) -> None:
         """Raises `ArgumentError` if it does not fit."""
-        checks.config_fits("w_down", RowTile(I, format, self.lanes, self.rows), H, self.unroll)
+        checks.config_fits("w_down", checks.row_tile(I, format, self), H, self.unroll)
 
 
 CONFIGS = (DownConfig, DownTensorConfig)

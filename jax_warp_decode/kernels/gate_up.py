@@ -57,7 +57,7 @@ class GateUpConfig:
 
     def check(self, H: int, I: int, K: int, format: str) -> None:
         """Raises `ArgumentError` if it does not fit."""
-        checks.config_fits("w_gate", RowTile(H, format, self.lanes, self.rows), I, self.unroll)
+        checks.config_fits("w_gate", checks.row_tile(H, format, self), I, self.unroll)
 
 
 CONFIGS = (GateUpConfig, GateUpTensorConfig)

@@ -13,13 +13,13 @@ from jax_warp_decode import batch_axes
 from jax_warp_decode.activations import Activation, get_activation
 from jax_warp_decode.choose import TABLE, Choice, warn_if_slow
 from jax_warp_decode.errors import ArgumentError
-from jax_warp_decode.experts import ExpertWeights, is_float
+from jax_warp_decode.experts import ExpertWeights, check_experts, is_float
 from jax_warp_decode.explain import Explanation, explain
 from jax_warp_decode.layers import expert_params
 from jax_warp_decode.moe import WEIGHT_ON, moe
 from jax_warp_decode.parallel import ExpertSharding, check_sharding, moe_sharded
 from jax_warp_decode.route_tokens import route_tokens
-from jax_warp_decode.routers import Router
+from jax_warp_decode.routers import Router, static_integer
 from jax_warp_decode.routing import Routing, as_router
 from jax_warp_decode.shared_experts import append_shared, with_shared
 
@@ -217,8 +217,10 @@ class MoE(nnx.Module):
           >>> MoE.from_weights(jnp.ones((8, 32)), ExpertWeights(w, w, w), 2, num_shared_experts=1).num_experts
           8
         """
-        experts.check()
-        shared = options.get("num_shared_experts", 0)
+        check_experts(experts)
+        shared = static_integer("num_shared_experts", options.get("num_shared_experts", 0), "of at least 0")
+        if getattr(w_router, "shape", None) is None:
+            raise ArgumentError(f"w_router: got {type(w_router).__name__}, expected an array [E, H]")
         if w_router.shape != (experts.num_experts - shared, experts.hidden):
             raise ArgumentError(f"w_router: got shape {w_router.shape}, expected "
                                 f"{(experts.num_experts - shared, experts.hidden)} = [E, H] to match w_up "
@@ -257,7 +259,9 @@ class MoE(nnx.Module):
         Raises:
           ArgumentError: other sizes, or tensors that the layer does not have or lacks.
         """
-        experts.check()
+        check_experts(experts)
+        if shared is not None:
+            check_experts(shared, "shared")
         if self.shared is None and shared is not None:
             raise ArgumentError("shared: got ExpertWeights, expected None; here shared experts stand behind the routed "
                                 "ones, see append_shared")
