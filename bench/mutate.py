@@ -31,6 +31,7 @@ KERNELS = "tests/test_kernels.py::test_gate_up_and_layer_match_the_oracle"
 SHARED = "tests/test_shared.py::test_layer_matches_the_oracle"
 PASSES = "tests/test_shared.py::test_several_passes_warpgroups_panels_a_short_ring_stacked_layers_and_biases[bf16-True]"
 ROUTER = "tests/test_router_kernel.py::test_matches_the_oracle"
+CLUSTERS = "tests/test_ptx_clusters.py::test_the_router"
 TENSOR_DOWN = "tests/test_row_products.py::test_down"
 
 
@@ -175,6 +176,14 @@ FAULTS = [
     fault("scale off by one power of two", "formats/elements.py",
           "    normal = magnitude + ((scale - np.int32(127)) << 23)",
           "    normal = magnitude + ((scale - np.int32(126)) << 23)", f"{FUZZ}[expert_centric-mxfp8-bf16-silu-T33-L2]"),
+    fault("barriers of a cluster made without a fence", "kernels/cluster_exchange.py",
+          "  @first fence.mbarrier_init.release.cluster;\n", "", f"{CLUSTERS}[2-16-256-3-config0-True-48]"),
+    fault("the router waits for the first exchange twice", "kernels/cluster_exchange.py",
+          "_ptx(_ARRIVED.format(offset=8 * exchange)", "_ptx(_ARRIVED.format(offset=0)",
+          f"{CLUSTERS}[2-16-256-3-config0-True-48]"),
+    fault("bfloat16 scales of blocks taken for float32", "kernels/row_products.py",
+          "scale_bytes=max(w.scales.dtype.itemsize for w in weights)", "scale_bytes=4",
+          "tests/test_row_products.py::test_scales_of_blocks_may_be_bfloat16"),
     # Activations and routers
     fault("gate clamped from below too", "activations.py",
           "gate, up = jnp.minimum(gate, limit), ", "gate, up = jnp.clip(gate, -limit, limit), ",

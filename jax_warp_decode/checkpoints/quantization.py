@@ -44,7 +44,8 @@ def read_encoding(settings: Settings) -> Encoding:
 
 
 def is_skipped(module: str, encoding: Encoding) -> bool:
-    """Whether a module stays plain although the folder is quantised: it, one that holds it, or one of this last name.
+    """Whether a module stays plain although the folder is quantised: the config names it or a module that holds it, by
+    its path or its own name alone.
 
     Example:
       >>> from jax_warp_decode.checkpoints.family import Encoding
