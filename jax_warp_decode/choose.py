@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import export
 from jax.typing import DTypeLike
 
 from jax_warp_decode.device import FIRST_CUDA, capability, software_refusal
@@ -221,7 +222,7 @@ def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
     if not isinstance(strategy, str) or strategy not in ("auto", *STRATEGIES):
         raise ArgumentError(f"strategy: got {strategy!r}, expected 'auto' or one of {list(STRATEGIES)}")
     for name, value in (("tokens", tokens), ("experts_per_token", experts_per_token)):
-        if static_integer(name, value, "of at least 0") < 0:
+        if not export.is_symbolic_dim(value) and static_integer(name, value, "of at least 0") < 0:
             raise ArgumentError(f"{name}: got {value}, expected at least 0")
     if not isinstance(experts, ExpertWeights):
         raise ArgumentError(f"experts: got {type(experts).__name__}, expected ExpertWeights(w_gate, w_up, w_down)")
