@@ -86,9 +86,6 @@ def apply(x, routing, experts, *, layer, activation, strategy, activation_format
         raise ArgumentError(f"layer: got {layer} with w_up {experts.w_up.shape}, expected an integer scalar with "
                             "stacked weights [L, E, I, H], and only then")
     layer = None if layer is None else check_layer(layer, experts.layers)
-    if x.shape[-1] != experts.hidden:
-        raise ArgumentError(f"x: got shape {x.shape}, expected [..., {experts.hidden}] to match w_up "
-                            f"{experts.w_up.shape}, H last")
     if activation_format not in ACTIVATION_FORMATS:
         raise ArgumentError(f"activation_format: got {activation_format!r}, expected one of {ACTIVATION_FORMATS}")
     if weight_on not in WEIGHT_ON:
@@ -141,13 +138,16 @@ def apply(x, routing, experts, *, layer, activation, strategy, activation_format
 
 
 def check_operands(x, routing, experts) -> jax.Array:
-    """x as an array; refuses what cannot be the three operands of a layer, whatever their sizes."""
+    """x as an array; refuses what cannot be the three operands of a layer, whatever T and K."""
     x = batch_axes.as_array(x)
     if jnp.dtype(x.dtype) not in DENSE_FORMATS:
         raise ArgumentError(f"x: got dtype {x.dtype}, expected bfloat16, float16 or float32; cast x")
     check_experts(experts)
     if not isinstance(routing, Routing):
         raise ArgumentError(f"routing: got {type(routing).__name__}, expected Routing(ids, weights); see route")
+    if x.shape[-1] != experts.hidden:
+        raise ArgumentError(f"x: got shape {x.shape}, expected [..., {experts.hidden}] to match w_up "
+                            f"{experts.w_up.shape}, H last")
     return x
 
 

@@ -204,8 +204,9 @@ def moe_sharded(x: jax.Array, routing: Routing, experts: ExpertWeights, sharding
     specs = {}
     for name, weights, places in (("experts", experts, sharding), ("shared", shared, sharding.of_shared)):
         if weights is not None:
-            specs[name] = places.specs(weights, name)
-            placement.check_weights(name, weights, places.shardings(weights, name))
+            wanted = places.shardings(weights, name)
+            specs[name] = jax.tree.map(lambda place: place.spec, wanted)
+            placement.check_weights(name, weights, wanted)
     placement.check_devices(sharding.mesh, **{"x": x, "routing.ids": routing.ids, "routing.weights": routing.weights,
                                               "shared_weight": shared_weight})
     parts = sharding.size(sharding.token_axis)
@@ -213,10 +214,7 @@ def moe_sharded(x: jax.Array, routing: Routing, experts: ExpertWeights, sharding
         raise ArgumentError(f"x: got shape {x.shape}, expected a first axis that is a multiple of {parts}, the devices "
                             f"along token_axis = {sharding.token_axis!r}; pad x, with -1 as the ids of the padding")
     _check_shared(x, shared, shared_weight, options)
-    if x.shape[-1] != experts.hidden:  # here, where shapes are those of the whole
-        raise ArgumentError(f"x: got shape {x.shape}, expected [..., {experts.hidden}] to match w_up "
-                            f"{experts.w_up.shape}, H last")
-    routing = batch_axes.matching(x, routing)
+    routing = batch_axes.matching(x, routing)  # here, where shapes are those of the whole
     if (k := routing.ids.shape[-1]) > experts.num_experts:
         raise ArgumentError(f"routing.ids: got K = {k} slots per token, expected at most E = {experts.num_experts}, "
                             "the experts")

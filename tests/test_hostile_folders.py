@@ -10,6 +10,7 @@ import shutil
 
 import numpy as np
 import pytest
+from limits import in_time
 from safetensors.numpy import save_file
 
 from jax_warp_decode import ArgumentError, CheckpointError, UnsupportedError
@@ -20,7 +21,6 @@ from jax_warp_decode.checkpoints.quantization import is_skipped
 from jax_warp_decode.models import GptOssConfig, MixtralConfig, Qwen3MoeConfig
 from jax_warp_decode.models.rope import frequencies
 from jax_warp_decode.text import codec_for
-from tests.limits import in_time
 
 H, I, E, L = 32, 64, 2, 2
 MUTATIONS = 25  # of each kind

@@ -12,6 +12,7 @@ from jax_warp_decode.kernels import kernel_format
 from jax_warp_decode.kernels.expert_index import ExpertIndex
 from jax_warp_decode.kernels.tile import RowTile
 
+MOST_UNROLL = 1024  # of a config
 HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 LANE_COUNTS = (kernel_format.LEAST_LANES, 8, 16, 32)
 OUT_DTYPES = (*HALF, jnp.dtype(jnp.float32))
@@ -132,9 +133,6 @@ def config_type(config, kinds: tuple[type, ...], interpret=False):
         raise ArgumentError(f"config: got {type(config).__name__}{where}, expected "
                             f"{' or '.join(kind.__name__ for kind in runnable)} or None")
     return config
-
-
-MOST_UNROLL = 1024
 
 
 def row_tile(cols: int, format: str, config) -> RowTile:

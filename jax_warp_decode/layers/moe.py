@@ -274,7 +274,6 @@ class MoE(nnx.Module):
             places = None if self.sharding is None else self.sharding.of_shared
             groups.append((self.shared, shared, "shared", places))
         for module, weights, owner, _ in groups:
-            weights.check()
             expert_params.check(module, weights, owner)
         for module, weights, _, where in groups:
             expert_params.write(module, weights if where is None else where.shard(weights))
