@@ -24,7 +24,7 @@ from jax_warp_decode.measure.variants import describe
 from jax_warp_decode.models.decode_step import prefill
 
 CASES = (  # format, strategy
-    ("mxfp8", OURS), ("bf16", OURS), ("bf16", "tokamax_mosaic"), ("bf16", "tokamax_mosaic_large"))
+    ("bf16", OURS), ("bf16", "tokamax_mosaic"), ("bf16", "tokamax_mosaic_large"), ("mxfp8", OURS))
 
 
 def measure(format: str, strategy: str, weights, tokens: int, repeats: int) -> dict:

@@ -1,13 +1,13 @@
 """compute-sanitizer over every kernel: memcheck, initcheck, racecheck and synccheck, on small and hostile inputs.
 
-    python -m bench.sanitize --out bench/results [--seconds 170] [--tool memcheck ...] [--filter NAME] [--processes 4]
+    python -m bench.sanitize --out bench/results [--seconds 300] [--tool memcheck ...] [--filter NAME] [--processes 16]
 
-Each tool watches processes of its own with the same cases (bench.sanitize_cases), all side by side on one GPU; the
-processes of a tool take turns in the cases, most of whose time is compiling. Memcheck sees a read beyond any buffer,
-see ALLOCATOR, and the results are compared with the float64 oracle, so that a case which computed nothing cannot pass.
-A case that ends its process, or takes long, has another try as the first of a new process, which also goes on with the
-next ones; the report names it, and a second time is a failure. One more process of a tool runs a kernel with a planted
-fault which that tool must find; for memcheck, a read just behind a buffer.
+Each tool watches processes of its own with the same cases (bench.sanitize_cases), all side by side on one GPU; a
+process takes the next case that none of its tool has, and where all are taken, another one of a tool that has cases
+left begins in its place. Memcheck sees a read beyond any buffer, see ALLOCATOR, and the results are compared with the
+float64 oracle, so that a case which computed nothing cannot pass. A case that ends its process, or takes long, has
+another try as the first of a new process; the report names it, and a second time is a failure. The first process of a
+tool runs kernels with a planted fault which that tool must find; for memcheck, a read just behind a buffer.
 
 initcheck leaves out kernels whose name contains "fusion", XLA's, see XLA_FUSIONS.
 
@@ -46,7 +46,8 @@ XLA_FUSIONS = "fusion"
 CONTROL = "a buffer written by TMA"  # the case
 OF_THE_TOOL = re.compile(r"Internal Sanitizer Error|buffer overflow|were skipped")
 LINES_KEPT = 12  # of a finding's text
-CASE_SECONDS = 120  # most took 2 to 6 on an H200, the longest 27, but one under racecheck 60
+CASE_SECONDS = 240  # most take 2 to 30 on an H200 that 20 processes share, but one under racecheck more than 120
+START_SECONDS = 15  # a process needs 5 before its first case
 PADDING = 1024  # bytes behind a buffer that belong to none
 MOST_PRINTED = 20000  # findings that a tool writes down
 KILLED = "killed at the time limit"
@@ -70,26 +71,36 @@ SAME_PLACE = dict(  # for a process under compute-sanitizer
 # -------------------------------------------------------------------------------------------------------------- child
 
 
+def chosen_cases(filter: str) -> list:
+    return [case for case in sanitize_cases.cases() if filter in case[0]]
+
+
+def take(claims: pathlib.Path, name: str) -> bool:
+    """Whether no process of the tool has taken this case yet; it is taken now."""
+    try:
+        (claims / name.replace("/", "_")).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
 def child(options) -> None:
-    """Runs the cases of one share that no earlier process finished, and writes two lines of JSON per case."""
+    """Runs cases that no other process of the tool has taken, and writes two lines of JSON per case."""
     begin = time.monotonic()
     sys.path.insert(0, str(ROOT / "tests"))
     import jax
 
-    tool, path = options.tool[0], pathlib.Path(options.results)
-    if options.share == options.processes:
-        chosen = [("planted", functools.partial(sanitize_controls.planted, tool))]
-    else:
-        chosen = [case for case in sanitize_cases.cases() if options.filter in case[0]]
-        chosen = chosen[options.share::options.processes]
-    ended, again = outcomes(read_records(path))
-    chosen.sort(key=lambda case: case[0] not in again)
+    tool, path, claims = options.tool[0], pathlib.Path(options.results), pathlib.Path(options.claims)
+    cases = chosen_cases(options.filter)
+    if options.planted:
+        cases = [("planted", functools.partial(sanitize_controls.planted, tool))]
+    _, again = outcomes(read_records(path))
+    cases.sort(key=lambda case: case[0] not in again)
     with open(path, "a", buffering=1) as results:
         write = lambda **record: results.write(json.dumps(record) + "\n")
-        write(device=jax.devices()[0].device_kind, jax=jax.__version__, startup=time.monotonic() - begin,
-              planned=[name for name, _ in chosen])
-        for name, run in chosen:
-            if name in ended:
+        write(device=jax.devices()[0].device_kind, jax=jax.__version__, startup=time.monotonic() - begin)
+        for name, run in cases:
+            if not take(claims, name) and name not in again:
                 continue
             if time.monotonic() - begin > options.seconds and name != "planted":
                 write(case=name, outcome="no time left")
@@ -169,15 +180,17 @@ def where(finding) -> str:
 
 
 class Share:
-    """One process after the other, with a part of the cases of one tool."""
+    """One process after the other, with the planted faults of one tool, or whatever case is not taken."""
 
-    def __init__(self, sanitizer, tool, number, folder, options, end):
-        self.sanitizer, self.tool, self.number, self.options, self.end = sanitizer, tool, number, options, end
-        self.path, self.codes, self.process, self.written = folder / f"{tool}-{number}", [], None, 0
+    def __init__(self, tool, number, planted, folder, options, end):
+        self.tool, self.planted, self.options, self.end = tool, planted, options, end
+        self.path, self.claims = folder / f"{tool}-{number}", folder / f"claims-{tool}"
+        self.codes, self.process, self.written = [], None, 0
+        self.start()
 
     def start(self):
         name, left = f"{self.path}-{len(self.codes)}", self.end - time.monotonic()
-        command = [self.sanitizer, "--tool", self.tool, "--log-file", f"{name}.log",
+        command = [self.options.sanitizer, "--tool", self.tool, "--log-file", f"{name}.log",
                    "--print-limit", str(MOST_PRINTED), "--show-backtrace", "no"]
         if self.tool == "memcheck":  # jax asks the driver for functions that it may not have
             command += ["--report-api-errors", "no", "--padding", str(PADDING)]
@@ -185,23 +198,29 @@ class Share:
         if self.tool == "initcheck":
             command += self.options.exclude
         command += [sys.executable, "-m", "bench.sanitize", "--child", "--tool", self.tool, "--seconds", str(left),
-                    "--results", f"{self.path}.jsonl", "--filter", self.options.filter,
-                    "--processes", str(self.options.processes), "--share", str(self.number)]
+                    "--results", f"{self.path}.jsonl", "--claims", str(self.claims), "--filter", self.options.filter,
+                    *["--planted"] * self.planted]
         env = os.environ | SAME_PLACE | dict(XLA_PYTHON_CLIENT_ALLOCATOR=ALLOCATOR.get(self.tool, "platform"))
         with open(f"{name}.out", "w") as out:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, env=env, start_new_session=True)
 
     def ended(self) -> bool:
-        """Whether it is over; begins another process if one ended before its cases."""
+        """Whether it is over; begins another process if one ended during a case that has another try."""
         if (code := self.process.poll()) is None:
             return False
         self.codes.append(code)
         records = read_records(pathlib.Path(f"{self.path}.jsonl"))
         before, self.written = self.written, len(records)
-        if not unfinished(records) or self.written <= before + 1 or time.monotonic() > self.end:  # 1: began no case
+        _, again = outcomes(records)
+        if not again or self.written <= before + 1 or time.monotonic() > self.end:  # 1: began no case
             return True
         self.start()
         return False
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is over and began no case."""
+        return bool(self.codes) and self.written <= 1
 
     def kill(self):
         os.killpg(self.process.pid, signal.SIGKILL)  # the tool and the program under it
@@ -209,15 +228,47 @@ class Share:
         self.codes.append(KILLED)
 
 
-def unfinished(records) -> list[str]:
-    """The planned cases that no process has finished, or that have another try."""
-    planned = next((r["planned"] for r in records if "planned" in r), ["every case"])
-    ended, _ = outcomes(records)
-    return [name for name in planned if name not in ended]
+def watch(tools, folder, options) -> dict[str, list[Share]]:
+    """Runs the shares of all tools to their end, the planted faults first."""
+    begin, names = time.monotonic(), [name for name, _ in chosen_cases(options.filter)]
+    end = begin + options.seconds
+    shares: dict[str, list[Share]] = {tool: [] for tool in tools}
+    running: list[Share] = []
+
+    def start(tool, planted=False):
+        share = Share(tool, len(shares[tool]), planted, folder, options, end)
+        shares[tool].append(share)
+        running.append(share)
+
+    def waiting(tool) -> float:
+        """Cases for each process of the tool, if it had one more."""
+        taken = sum(1 for _ in (folder / f"claims-{tool}").iterdir()) - 1  # less the planted one
+        if any(share.idle for share in shares[tool]):
+            return 0
+        return (len(names) - taken) / (1 + sum(share.tool == tool for share in running))
+
+    for tool in tools:
+        (folder / f"claims-{tool}").mkdir()
+        start(tool, planted=True)
+    while running and time.monotonic() < end + 25:  # a case under way may finish
+        running[:] = [share for share in running if not share.ended()]
+        while len(running) < max(options.processes, len(tools)) and time.monotonic() < end - START_SECONDS:
+            if waiting(most := max(tools, key=waiting)) < 1:
+                break
+            start(most)
+        time.sleep(0.5)
+    for share in running:
+        share.kill()
+    return shares
 
 
-def collect(tool, folder, codes) -> dict:
-    """The report of one tool, from what its processes wrote; codes: exit codes of each share, one after the other."""
+def collect(tool, folder, codes, planned) -> dict:
+    """The report of one tool, from what its processes wrote.
+
+    Args:
+      codes: exit codes of each share, one after the other.
+      planned: names of all cases.
+    """
     def read(share, suffix):
         paths = sorted(folder.glob(f"{tool}-{share}-*.{suffix}"))
         text = "\n".join(path.read_text(errors="replace") for path in paths)
@@ -249,9 +300,9 @@ def collect(tool, folder, codes) -> dict:
         said = f" (exit codes {codes[n]}): " + " | ".join(printed[n][-3:])
         ends = [name for name, r in outcomes(records)[0].items() if r["outcome"] == BEGUN]
         problems += [f"{name}: ended its process{said}" for name in ends if not (name == "planted" and planted)]
-        if lost := unfinished(records):
-            problems.append(f"process {n} ended before {', '.join(lost)}{said}")
-    if "planted" in cases and not any(kernel.startswith(f"planted_{tool}") for kernel in planted):
+    if lost := [name for name in planned if name not in cases]:
+        problems.append(f"no process finished {', '.join(lost)}")
+    if not any(kernel.startswith(f"planted_{tool}") for kernel in planted):
         problems.append("the planted fault was not found")
     return dict(
         tool=tool, exit_codes=codes, findings_by_place=count, problems=problems, findings=findings[:200],
@@ -264,16 +315,16 @@ def collect(tool, folder, codes) -> dict:
 def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("bench/results"))
-    parser.add_argument("--seconds", type=float, default=170.0, help="after so many a tool starts no new case")
+    parser.add_argument("--seconds", type=float, default=300.0, help="after so many no new case begins")
     parser.add_argument("--tool", action="append", choices=TOOLS, help="repeatable; default: all, side by side")
     parser.add_argument("--filter", default="", metavar="NAME", help="only cases whose name contains this")
-    parser.add_argument("--processes", type=int, help="of each tool; default: as many as there are cores for")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="of all tools; default: of cores")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--results", help=argparse.SUPPRESS)
-    parser.add_argument("--share", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--claims", help=argparse.SUPPRESS)
+    parser.add_argument("--planted", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     tools = options.tool or TOOLS
-    options.processes = options.processes or max(1, min(4, (os.cpu_count() or 1) // len(tools)))
     if options.child:
         child(options)
         return 0
@@ -282,6 +333,7 @@ def main(arguments=None) -> int:
         print("compute-sanitizer: not found on PATH or in /usr/local/cuda/bin, it comes with the CUDA toolkit",
               file=sys.stderr)
         return 2
+    options.sanitizer = sanitizer
     ask = lambda what: subprocess.run([sanitizer, what], capture_output=True, text=True).stdout.strip()
     version = ask("--version").splitlines()[-1:]
     known = ask("--help")  # older tools lack these
@@ -293,20 +345,12 @@ def main(arguments=None) -> int:
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
-        shares = {tool: [Share(sanitizer, tool, n, folder, options, begin + options.seconds)
-                         for n in range(options.processes + 1)] for tool in tools}
-        running = [share for of_tool in shares.values() for share in of_tool]
-        for share in running:
-            share.start()
-        while running and time.monotonic() - begin < options.seconds + 25:  # a case under way may finish
-            time.sleep(0.5)
-            running = [share for share in running if not share.ended()]
-        for share in running:
-            share.kill()
-        reports = [collect(tool, folder, [share.codes for share in of_tool]) for tool, of_tool in shares.items()]
+        names = [name for name, _ in chosen_cases(options.filter)]
+        reports = [collect(tool, folder, [share.codes for share in of_tool], names)
+                   for tool, of_tool in watch(tools, folder, options).items()]
     report = dict(
         meta=dict(command="python -m bench.sanitize --out OUT", commit=commit(),
-                  sanitizer=version, seconds=round(time.monotonic() - begin, 1),
+                  sanitizer=version, seconds=round(time.monotonic() - begin, 1), processes=options.processes,
                   options=options.more, options_of_tools=options.of_tools, allocators=ALLOCATOR,
                   environment=SAME_PLACE),
         tools=reports)

@@ -3,14 +3,35 @@
 import functools
 import math
 
-# A GPU lets the others pass: its barrier waits for warps that have not ended.
-HALF_LEAVES = """{
+# A GPU lets both pass. Lane 16 waits with lanes 0 to 15 at a barrier of their own. Without what follows, that barrier
+# would be optimised away.
+NOT_OF_THE_MASK = """{
+  .shared .align 4 .b32 slots[128];
   .reg .pred p;
-  .reg .b32 thread;
-  mov.u32 thread, %tid.x;
-  setp.ge.u32 p, thread, 64;
-  @p exit;
+  .reg .b32 lane, mask, at, value;
+  mov.u32 lane, %laneid;
+  setp.lt.u32 p, lane, 16;
+  vote.sync.ballot.b32 mask, p, 0xffffffff;
+  setp.gt.u32 p, lane, 16;
+  @p bra after;
+  mov.u32 at, %tid.x;
+  shl.b32 at, at, 2;
+  mov.u32 value, slots;
+  add.u32 at, at, value;
+  st.volatile.shared.u32 [at], lane;
+  bar.warp.sync mask;
+  setp.ne.u32 p, lane, 0;
+  @p bra after;
+  ld.volatile.shared.u32 value, [at+4];
+  st.volatile.shared.u32 [at], value;
+after:
   bar.sync 0;
+}"""
+# Threads arrive at a barrier that nobody has made; none waits for it.
+WITHOUT_INIT = """{
+  .shared .align 8 .b64 barrier;
+  .reg .b64 state;
+  mbarrier.arrive.shared::cta.b64 state, [barrier];
 }"""
 
 
@@ -97,9 +118,9 @@ def planted(tool):
     elif tool == "synccheck":
         from jax.experimental.mosaic import gpu as mgpu
 
-        def half_leaves(x_ref, y_ref):
+        def body(ptx, x_ref, y_ref):
             y_ref[...] = _load(x_ref)
-            plgpu.inline_mgpu()(lambda _: mgpu.utils.inline_ptx(
-                HALF_LEAVES, has_side_effects=True, convergent=True))()
+            plgpu.inline_mgpu()(lambda _: mgpu.utils.inline_ptx(ptx, has_side_effects=True, convergent=True))()
 
-        run(_kernel(half_leaves, "planted_synccheck"), x)
+        for fault, ptx in (("mask", NOT_OF_THE_MASK), ("init", WITHOUT_INIT)):
+            run(_kernel(functools.partial(body, ptx), f"planted_synccheck_{fault}"), x)
