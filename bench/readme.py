@@ -10,6 +10,7 @@ NAMES = {
     "read": "reading the weights, nothing else", "warp_decode": "**`warp_decode`**",
     "shared_decode": "**`shared_decode`**",
     "expert_centric": "`expert_centric`", "tokamax_mosaic": "tokamax 0.0.17 Mosaic ragged dot",
+    "tokamax_mosaic_large": "the same with larger tiles",
     "lax_ragged_dot": "`jax.lax.ragged_dot`"}
 
 
@@ -101,6 +102,27 @@ def formats(name: str, report: dict) -> list[str]:
     return [*table(["weights", *(f"B={b}" for b in batches)], rows), *source(report["meta"], name)]
 
 
+def forms(name: str, report: dict) -> list[str]:
+    """Microseconds per layer with and without its router, and out of a stack, a column per batch size."""
+    results = [r for r in report["results"] if "us" in r]
+    batches, rows = sorted({r["batch"] for r in results}), []
+    for what in dict.fromkeys((r["format"], r["form"]) for r in results):
+        row = {r["batch"]: r for r in results if (r["format"], r["form"]) == what}
+        rows.append([*what, *(f"{row[b]['us']:.1f}" if b in row else "" for b in batches)])
+    return [*table(["weights", "form", *(f"B={b}" for b in batches)], rows), *source(report["meta"], name)]
+
+
+def first_token(name: str, report: dict) -> list[str]:
+    """Milliseconds to the first token, a row per format and strategy, a column per length of the prompt."""
+    results = [r for r in report["results"] if "ms" in r]
+    lengths, rows = sorted({r["tokens"] for r in results}), []
+    for format, strategy in dict.fromkeys((r["format"], r["strategy"]) for r in results):
+        row = {r["tokens"]: r for r in results if (r["format"], r["strategy"]) == (format, strategy)}
+        rows.append([format, {"auto": "**`auto`**", **NAMES}[strategy], *(
+            f"{row[n]['ms']:.1f}" if n in row else "" for n in lengths)])
+    return [*table(["weights", "strategy", *(f"{n:,} tokens" for n in lengths)], rows), *source(report["meta"], name)]
+
+
 def training(name: str, metrics: dict) -> list[str]:
     nats = metrics["held_out_nats_per_byte"]
     return [f"Its loss on {metrics['bytes']['held_out'] / 1e3:.0f} kB of held-out text: "
@@ -112,6 +134,9 @@ PARTS = {  # name of the block in README.md: (how it is written, from which file
     "layer": (layer, ["small_batch-1_to_1024.json", "small_batch-mxfp8-1_to_512.json"]),
     "peers": (layer, ["small_batch-qwen3-30b-a3b-uniform.json"]),
     "suite": (suite, ["suite.json"]),
+    "forms": (forms, ["layer_forms.json"]),
+    "large": (layer, ["large-qwen3-30b-a3b-uniform.json"]),
+    "first_token": (first_token, ["first_token.json"]),
     "formats": (formats, ["formats-qwen3-30b-a3b.json"]),
     "decode": (decode, ["decode_steps.json"]),
     "parallel": (parallel, ["parallel-qwen3-30b-a3b.json", "parallel-deepseek-v3.json"]),

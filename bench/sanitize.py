@@ -7,7 +7,8 @@ process takes the next case that none of its tool has, and where all are taken, 
 left begins in its place. Memcheck sees a read beyond any buffer, see ALLOCATOR, and the results are compared with the
 float64 oracle, so that a case which computed nothing cannot pass. A case that ends its process, or takes long, has
 another try as the first of a new process; the report names it, and a second time is a failure. The first process of a
-tool runs kernels with a planted fault which that tool must find; for memcheck, a read just behind a buffer.
+tool, synccheck left out, runs a kernel with a planted fault which that tool must find; for memcheck, a read just behind
+a buffer.
 
 initcheck leaves out kernels whose name contains "fusion", XLA's, see XLA_FUSIONS.
 
@@ -47,6 +48,7 @@ CONTROL = "a buffer written by TMA"  # the case
 OF_THE_TOOL = re.compile(r"Internal Sanitizer Error|buffer overflow|were skipped")
 LINES_KEPT = 12  # of a finding's text
 CASE_SECONDS = 240  # most take 2 to 30 on an H200 that 20 processes share, but one under racecheck more than 120
+GRACE_SECONDS = 60  # in which a case under way at the end may finish
 START_SECONDS = 15  # a process needs 5 before its first case
 PADDING = 1024  # bytes behind a buffer that belong to none
 MOST_PRINTED = 20000  # findings that a tool writes down
@@ -242,20 +244,23 @@ def watch(tools, folder, options) -> dict[str, list[Share]]:
 
     def waiting(tool) -> float:
         """Cases for each process of the tool, if it had one more."""
-        taken = sum(1 for _ in (folder / f"claims-{tool}").iterdir()) - 1  # less the planted one
+        taken = sum(path.name != "planted" for path in (folder / f"claims-{tool}").iterdir())
         if any(share.idle for share in shares[tool]):
             return 0
         return (len(names) - taken) / (1 + sum(share.tool == tool for share in running))
 
     for tool in tools:
         (folder / f"claims-{tool}").mkdir()
-        start(tool, planted=True)
-    while running and time.monotonic() < end + 25:  # a case under way may finish
+        if tool in sanitize_controls.PLANTED:
+            start(tool, planted=True)
+    while time.monotonic() < end + GRACE_SECONDS:
         running[:] = [share for share in running if not share.ended()]
         while len(running) < max(options.processes, len(tools)) and time.monotonic() < end - START_SECONDS:
             if waiting(most := max(tools, key=waiting)) < 1:
                 break
             start(most)
+        if not running:
+            break
         time.sleep(0.5)
     for share in running:
         share.kill()
@@ -302,7 +307,7 @@ def collect(tool, folder, codes, planned) -> dict:
         problems += [f"{name}: ended its process{said}" for name in ends if not (name == "planted" and planted)]
     if lost := [name for name in planned if name not in cases]:
         problems.append(f"no process finished {', '.join(lost)}")
-    if not any(kernel.startswith(f"planted_{tool}") for kernel in planted):
+    if tool in sanitize_controls.PLANTED and not any(kernel.startswith(f"planted_{tool}") for kernel in planted):
         problems.append("the planted fault was not found")
     return dict(
         tool=tool, exit_codes=codes, findings_by_place=count, problems=problems, findings=findings[:200],

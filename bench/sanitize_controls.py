@@ -3,36 +3,7 @@
 import functools
 import math
 
-# A GPU lets both pass. Lane 16 waits with lanes 0 to 15 at a barrier of their own. Without what follows, that barrier
-# would be optimised away.
-NOT_OF_THE_MASK = """{
-  .shared .align 4 .b32 slots[128];
-  .reg .pred p;
-  .reg .b32 lane, mask, at, value;
-  mov.u32 lane, %laneid;
-  setp.lt.u32 p, lane, 16;
-  vote.sync.ballot.b32 mask, p, 0xffffffff;
-  setp.gt.u32 p, lane, 16;
-  @p bra after;
-  mov.u32 at, %tid.x;
-  shl.b32 at, at, 2;
-  mov.u32 value, slots;
-  add.u32 at, at, value;
-  st.volatile.shared.u32 [at], lane;
-  bar.warp.sync mask;
-  setp.ne.u32 p, lane, 0;
-  @p bra after;
-  ld.volatile.shared.u32 value, [at+4];
-  st.volatile.shared.u32 [at], value;
-after:
-  bar.sync 0;
-}"""
-# Threads arrive at a barrier that nobody has made; none waits for it.
-WITHOUT_INIT = """{
-  .shared .align 8 .b64 barrier;
-  .reg .b64 state;
-  mbarrier.arrive.shared::cta.b64 state, [barrier];
-}"""
+PLANTED = ("memcheck", "initcheck", "racecheck")  # tools with such a fault; none is known that synccheck finds
 
 
 def _kernel(body, name, *scratch, size=512):
@@ -84,7 +55,7 @@ def written_by_tma():
 
 
 def planted(tool):
-    """Kernels with the fault that the tool must find; named so that they are told from the others."""
+    """Kernels with the fault that the tool, one of PLANTED, must find; named so that they are told from the others."""
     import jax
     import jax.numpy as jnp
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -115,12 +86,3 @@ def planted(tool):
             y_ref[...] = _load(shared)
 
         run(_kernel(no_barrier, "planted_racecheck", plgpu.SMEM((512,), jnp.float32)), x)
-    elif tool == "synccheck":
-        from jax.experimental.mosaic import gpu as mgpu
-
-        def body(ptx, x_ref, y_ref):
-            y_ref[...] = _load(x_ref)
-            plgpu.inline_mgpu()(lambda _: mgpu.utils.inline_ptx(ptx, has_side_effects=True, convergent=True))()
-
-        for fault, ptx in (("mask", NOT_OF_THE_MASK), ("init", WITHOUT_INIT)):
-            run(_kernel(functools.partial(body, ptx), f"planted_synccheck_{fault}"), x)

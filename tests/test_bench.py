@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from bench import compile_time, crossovers, grouped, layer_forms, ncu_report, small_batch
+from bench import compile_time, crossovers, grouped, kernel_rates, layer_forms, ncu_report, small_batch
 from bench.report import Report, draw
 from jax_warp_decode import choose, tuning
 from jax_warp_decode.kernels import DownConfig, GateUpConfig
@@ -218,3 +218,16 @@ def test_all_forms_of_a_layer_give_the_same_result():
     rows = layer_forms.run(preset, "mxfp8", argparse.Namespace(batch=[1, 3], steps=1), weights)
     assert [row["form"] for row in rows] == ["experts", "router and experts", "stacked"] * 2
     assert all(row["relative_l2"] < 5e-3 for row in rows), rows
+
+
+def test_kernel_rates_take_a_layer_apart():
+    """Gate/up reads two thirds and down one third; of the suite as it is committed, no kernel beats a plain read."""
+    reads = [dict(strategy="read", us=2 + n / 4e6, unique_bytes=n) for n in (30e6, 300e6, 900e6)]
+    layer = dict(model="m", format="bf16", pattern="uniform", strategy="warp_decode", batch=2, us=17.0,
+                 unique_bytes=30e6, logical_bytes=60e6, kernels={"moe_gate_up_tensor": 10.0, "moe_down": 7.0})
+    gate_up, down = kernel_rates.rates([*reads, layer])
+    assert (gate_up["kernel"], down["kernel"]) == ("gate_up", "down")
+    np.testing.assert_allclose([gate_up["of_line"], gate_up["tb_per_s"]], [10 / 7, 40 / 8])
+    np.testing.assert_allclose([down["of_line"], down["tb_per_s"]], [7 / 4.5, 20 / 5])
+    found = kernel_rates.rates(json.loads((RESULTS / "suite.json").read_text())["results"])
+    assert len(found) > 60 and all(row["of_line"] > 0.98 for row in found)

@@ -76,7 +76,7 @@ def run_with_a_stand_in(tmp_path, monkeypatch, cases, processes):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{sanitize.ROOT}")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    options = ["--out", str(tmp_path), "--tool", "synccheck", "--seconds", "60", "--processes", str(processes)]
+    options = ["--out", str(tmp_path), "--tool", "racecheck", "--seconds", "60", "--processes", str(processes)]
     assert sanitize.main(options) == 1  # nothing finds the planted fault here
     (tool,) = json.loads((tmp_path / "sanitize.json").read_text())["tools"]
     return tool
