@@ -444,6 +444,8 @@ def test_bad_input(x):
     (dict(dtype=jnp.int8), "dtype: got .*int8.*, expected a floating dtype"),
     (dict(param_dtype="banana"), "param_dtype: got 'banana', expected a floating dtype"),
     (dict(rngs=None), "rngs: got NoneType, expected nnx.Rngs"),
+    (dict(kernel_init=None), "kernel_init: got None, expected an initialiser"),
+    (dict(bias_init=0.0), "bias_init: got 0.0, expected an initialiser"),
     (dict(strategy=["auto"]), "strategy: got .*'auto'"),
     (dict(router="sigmoid"), "router: got 'sigmoid', expected a Router")])
 def test_arguments_of_the_wrong_kind_are_named(change, words):
