@@ -50,6 +50,8 @@ def main(argv=None) -> int:
     parser.add_argument("--fill", action="store_true", help="keep what passed in an earlier run of this commit")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     options = parser.parse_args(argv)
+    if device_name() == "none":
+        raise SystemExit("bench.gpu_report runs the tests that need an NVIDIA GPU; nvidia-smi names none")
     path = options.out.resolve() / "gpu_tests.json"
     run(options, path)
     if not path.exists():

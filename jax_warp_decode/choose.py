@@ -13,8 +13,8 @@ from jax.typing import DTypeLike
 
 from jax_warp_decode.device import FIRST_CUDA, capability, software_refusal
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
-from jax_warp_decode.experts import ExpertWeights, is_float
-from jax_warp_decode.formats import FORMATS, QuantizedArray
+from jax_warp_decode.experts import DENSE_FORMATS, ExpertWeights, check_experts, is_float
+from jax_warp_decode.formats import FORMATS
 from jax_warp_decode.kernels import checks
 from jax_warp_decode.paths import expert_centric, grouped_gemm, grouped_layer, reference, shared_decode, warp_decode
 from jax_warp_decode.routers import static_integer
@@ -27,13 +27,14 @@ CAPABILITIES = tuple(FIRST_CUDA)
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The strategy of one call, and why."""
+    """The strategy of one call, why, and what "auto" warns of on a GPU: that it is slow, or the bytes it takes."""
 
     strategy: str
     reason: str
+    warning: str = dataclasses.field(default="", repr=False)
 
     def __str__(self) -> str:
-        return f"{self.strategy} ({self.reason})"
+        return f"{self.strategy} ({self.reason}{'; ' * bool(self.warning)}{self.warning})"
 
 
 def no_gpu_reason() -> str:
@@ -150,9 +151,11 @@ class Costs:
 # By weight format; another one takes those of the format with the nearest bits per value.
 COSTS = {
     "bf16": Costs((0.36, 0.52), 1.08, {"warp_decode": 12e6, "shared_decode": 41e6, "expert_centric": 92e6}),
-    "mxfp8": Costs((0.5, 0.55), 1.76, {"warp_decode": 17e6, "shared_decode": 41e6, "expert_centric": 23e6})}
+    "mxfp8": Costs((0.5, 0.55), 1.74, {"warp_decode": 17e6, "shared_decode": 41e6, "expert_centric": 60e6})}
+MANY = 64  # slots of an expert, where reading its weights for each of them is worth a warning
 # Of formats that are not in it: a margin for `shared_decode`, which was never timed with them, and the cost of a value
-# for `expert_centric`, which widens all experts in every call (1.5 ms for 604e6 values, `bench.decode`).
+# for `expert_centric`, which widens all experts in every call (1.5 ms for 604e6 values, `bench.decode`), besides the
+# launches of the bfloat16 products that follow.
 UNTIMED = 1.5
 WIDENED = 11.0
 
@@ -179,19 +182,41 @@ def _bits(format: str) -> float:
     return 8 * FORMATS[format].nbytes(shape) / math.prod(shape)
 
 
+def _widened(experts: ExpertWeights, x_dtype) -> bool:
+    """Whether `expert_centric` makes a bfloat16 copy of all experts first, on a GPU too."""
+    return experts.format != "bf16" and bool(grouped_layer.refusal(x_dtype, experts))
+
+
+def _values(experts: ExpertWeights) -> int:
+    return experts.num_experts * experts.intermediate * experts.hidden * len(experts.weights)
+
+
+def _warning(chosen: str, slots: int, experts: ExpertWeights, x_dtype) -> str:
+    """What a user should know of this choice: see `Choice`."""
+    if chosen == "reference":
+        return "which is slow"
+    if chosen == "warp_decode" and (of_each := slots / experts.num_experts) > MANY:
+        return f"which reads the weights of an expert for each of its slots, here some {of_each:.0f}"
+    if chosen != "expert_centric":
+        return ""
+    if expert_centric.operand_dtype(x_dtype, experts.format) != jnp.bfloat16:
+        return "which computes in float32 over all experts, slowly; use bfloat16 x, and bfloat16 or quantised weights"
+    if _widened(experts, x_dtype):
+        return f"which makes a bfloat16 copy of all experts in every call, {2 * _values(experts):,} bytes in parts"
+    return ""
+
+
 def _by_speed(tokens: int, experts_per_token: int, experts: ExpertWeights, x_dtype, refused) -> list[str]:
     """All strategies, those first that should be the fastest; `refused(name)` says why one cannot run."""
     measured = experts.format in COSTS
-    widened = not measured or isinstance(experts.w_up, QuantizedArray) and grouped_layer.refusal(x_dtype, experts)
     shared = 1.0  # where it is refused: so that `auto` says why
     if not refused("shared_decode"):
         shared = shared_decode.relative_time(tokens, experts_per_token, experts) * (1 if measured else UNTIMED)
     costs = COSTS[measured_format(experts.format)].of(tokens, experts_per_token, experts, shared)
     if expert_centric.operand_dtype(x_dtype, experts.format) != jnp.bfloat16:
         costs["expert_centric"] = math.inf  # a scan over all experts
-    elif widened:
-        values = experts.num_experts * experts.intermediate * experts.hidden * len(experts.weights)
-        costs["expert_centric"] = WIDENED * values
+    elif not measured or _widened(experts, x_dtype):
+        costs["expert_centric"] = WIDENED * _values(experts) + COSTS["bf16"].launches["expert_centric"]
     return [*sorted(costs, key=costs.__getitem__), *(name for name in TABLE if name not in costs)]
 
 
@@ -209,7 +234,7 @@ def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
       shares: devices that the experts are split over, of which these are one part: a token's slots fall on all of them.
 
     Raises:
-      ArgumentError: unknown strategy.
+      ArgumentError: unknown strategy; sizes, dtypes or weights that `moe` refuses.
       UnsupportedError: the named strategy cannot run here; the message says what can.
 
     Example:
@@ -221,13 +246,17 @@ def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
     """
     if not isinstance(strategy, str) or strategy not in ("auto", *STRATEGIES):
         raise ArgumentError(f"strategy: got {strategy!r}, expected 'auto' or one of {list(STRATEGIES)}")
-    for name, value in (("tokens", tokens), ("experts_per_token", experts_per_token)):
-        if not export.is_symbolic_dim(value) and static_integer(name, value, "of at least 0") < 0:
-            raise ArgumentError(f"{name}: got {value}, expected at least 0")
-    if not isinstance(experts, ExpertWeights):
-        raise ArgumentError(f"experts: got {type(experts).__name__}, expected ExpertWeights(w_gate, w_up, w_down)")
-    if x_dtype is None or not is_float(x_dtype):
-        raise ArgumentError(f"x_dtype: got {x_dtype!r}, expected a floating dtype such as bfloat16")
+    for name, value, least in (("tokens", tokens, 0), ("experts_per_token", experts_per_token, 1)):
+        if not export.is_symbolic_dim(value) and static_integer(name, value, f"of at least {least}") < least:
+            raise ArgumentError(f"{name}: got {value}, expected at least {least}")
+    if export.is_symbolic_dim(tokens) and strategy != "reference":
+        raise UnsupportedError(f"tokens: got the symbolic {tokens}, expected a number, as kernels and their choice "
+                               "depend on it; export once for every batch size, or take strategy='reference'")
+    check_experts(experts)
+    if not experts.num_experts:
+        raise ArgumentError(f"experts: got w_up {experts.w_up.shape}, expected at least one expert")
+    if x_dtype is None or not is_float(x_dtype) or jnp.dtype(x_dtype) not in DENSE_FORMATS:
+        raise ArgumentError(f"x_dtype: got {x_dtype!r}, expected a floating dtype, bfloat16, float16 or float32")
 
     @functools.cache  # `auto` asks for the same name more than once
     def refused(name):
@@ -245,11 +274,13 @@ def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
         skipped.setdefault(why, []).append(chosen)
     reasons = [f"{' and '.join(names)} cannot run: {why}" for why, names in skipped.items()]
     load = tokens * slots / experts.num_experts
+    warning = _warning(chosen, tokens * slots, experts, x_dtype)
     pairs = f"{tokens} tokens x {slots} slots on {experts.num_experts} experts: {load:.3g} pairs per expert"
-    return Choice(chosen, "; ".join([pairs, *reasons]))
+    return Choice(chosen, "; ".join([pairs, *reasons]), warning)
 
 
 def warn_if_slow(choice: Choice, strategy: str) -> None:
-    """Warns where "auto" found nothing but the float32 reference for a GPU; for all that turn "auto" into a name."""
-    if strategy == "auto" and choice.strategy == "reference" and jax.default_backend() == "gpu":
-        warnings.warn(f"moe: strategy 'auto' takes 'reference', which is slow: {choice.reason}", stacklevel=4)
+    """Warns of what "auto" found for a GPU, see `Choice`; for all that turn "auto" into a name."""
+    if strategy == "auto" and choice.warning and jax.default_backend() == "gpu":
+        text = f"moe: strategy 'auto' takes {choice.strategy!r}, {choice.warning}: {choice.reason}"
+        warnings.warn(text, stacklevel=4)

@@ -47,21 +47,36 @@ def main(argv: list[str] | None = None) -> int:
     module = options.pop("module")
     del options["command"]
 
-    from jax_warp_decode.device import explain_failure
-    from jax_warp_decode.errors import ArgumentError, CheckpointError, UnsupportedError
+    from jax_warp_decode.device import plugin_errors
 
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows question marks
+    with plugin_errors() as not_loaded:
+        code = _run(module, argparse.Namespace(**options), not_loaded)
+    for error in not_loaded:
+        print(f"jax-warp-decode: warning: a plugin of JAX does not load: {' '.join(error.split())}", file=sys.stderr)
+    return code
+
+
+def _run(module, options: argparse.Namespace, not_loaded: list[str]) -> int:
+    from jax_warp_decode.device import explain_failure, start_refusal
+    from jax_warp_decode.errors import ArgumentError, CheckpointError, UnsupportedError
+
     try:
-        code = module.main(argparse.Namespace(**options))
+        code = module.main(options)
         sys.stdout.flush()
         return code
     except (ArgumentError, CheckpointError, UnsupportedError) as error:
         return _fail(str(error))
-    except RuntimeError as error:
+    except (AssertionError, RuntimeError) as error:
         if line := explain_failure(error):
             return _fail(line)
+        if line := start_refusal(not_loaded):
+            not_loaded.clear()  # said
+            return _fail(line)
         raise
+    except MemoryError as error:
+        return _fail(f"out of host memory: {error}")
     except OSError as error:
         with contextlib.suppress(OSError):
             # What is left in the buffer has nowhere to go; Python would try, and complain, once more at exit.

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", choices=BUNDLED_FORMATS,
                         help="format of the bundled model's experts (default: bf16)")
     parser.add_argument("--checkpoint", metavar="DIR",
-                        help="a Hugging Face folder of Qwen3-MoE, Mixtral or gpt-oss instead of the bundled model")
+                        help="a Hugging Face folder of Qwen3-MoE instead of the bundled model")
 
 
 def main(options: argparse.Namespace) -> int:

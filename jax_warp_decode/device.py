@@ -1,8 +1,12 @@
 """What the default device and the software under it are, as far as kernels care; and what a runtime failure means."""
 
+import contextlib
 import ctypes
 import functools
+import logging
 import re
+import textwrap
+from collections.abc import Iterator, Sequence
 
 import jax
 
@@ -59,6 +63,49 @@ def software_refusal() -> str:
         return (f"jax {jax.__version__} lies outside the tested window {' to '.join(JAX_WINDOW)}, and the kernels are "
                 f"written in a part of jax that changes; install a version inside it")
     return ""
+
+
+@contextlib.contextmanager
+def plugin_errors() -> Iterator[list[str]]:
+    """Inside, what keeps a plugin of JAX from loading goes to the list that it yields, not, with pages, to the log."""
+    errors: list[str] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if error:
+            errors.append(str(error))
+        return error is None
+
+    logger = logging.getLogger("jax._src.xla_bridge")
+    logger.addFilter(keep)
+    try:
+        yield errors
+    finally:
+        logger.removeFilter(keep)
+
+
+def start_refusal(plugin_errors: Sequence[str] = ()) -> str:
+    """Why JAX cannot start on the platforms that it was told to use, with the way out; an empty string if it can.
+
+    Example:
+      >>> from jax_warp_decode.device import start_refusal
+      >>> start_refusal()
+      ''
+    """
+    try:
+        jax.devices()
+        return ""
+    except (AssertionError, RuntimeError) as error:  # an assertion without words, if no platform has a device
+        said = re.sub(r" \(set JAX_PLATFORMS=.*", "", str(error)) or "it finds no such device"
+    why = ", and a plugin does not load: ".join(map(_first_line, [said, *plugin_errors]))
+    platforms = jax.config.jax_platforms
+    got, way_out = (f"got {platforms!r}", "unset it") if platforms else ("not set", "set it to cpu")
+    return (f"JAX_PLATFORMS: {got}, and JAX cannot start: {why}; {way_out}, or install JAX's CUDA build, "
+            "pip install 'jax[cuda12]' or 'jax[cuda13]'")
+
+
+def _first_line(text: str) -> str:
+    return textwrap.shorten((text.strip().splitlines() or [""])[0].rstrip("."), 200, placeholder=" ..")
 
 
 # What the runtime says, and what it means.

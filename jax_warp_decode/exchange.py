@@ -71,6 +71,8 @@ def gather(x, routing: Routing, axes: tuple[str, ...]) -> tuple:
 
     x is a pytree of arrays with rows.
     """
+    if not routing.ids.shape[0]:  # collectives refuse no rows
+        return x, routing, lambda y: y
     x, routing = jax.tree.map(lambda a: lax.all_gather(a, axes, tiled=True), (x, routing))
     return x, routing, lambda y: lax.psum_scatter(y, axes, tiled=True)
 

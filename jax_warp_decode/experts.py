@@ -105,6 +105,9 @@ class ExpertWeights:
         w_gate, w_up = _halves("w_gate_up", w_gate_up, order)
         b_gate = b_up = None
         if b_gate_up is not None:
+            if isinstance(b_gate_up, QuantizedArray):
+                raise ArgumentError(f"b_gate_up: got {describe(b_gate_up)}, expected {shape[:-1]} floats; "
+                                    "biases are never quantised")
             b_gate_up = jnp.asarray(b_gate_up)
             if b_gate_up.shape != shape[:-1]:
                 raise ArgumentError(f"b_gate_up: got shape {b_gate_up.shape}, expected {shape[:-1]} to match w_gate_up "
@@ -222,9 +225,9 @@ class ExpertWeights:
             matrix = MATRIX_OF[name]
             if getattr(self, matrix) is None:
                 raise ArgumentError(f"experts.{name}: got an array without {matrix}, expected None")
-            if not hasattr(b, "dtype") or jnp.dtype(b.dtype) not in DENSE_FORMATS:
-                raise ArgumentError(f"experts.{name}: got {getattr(b, 'dtype', type(b).__name__)}, expected a "
-                                    "bfloat16, float16 or float32 array; biases are never quantised")
+            if not is_float_array(b) or jnp.dtype(b.dtype) not in DENSE_FORMATS:
+                raise ArgumentError(f"experts.{name}: got {describe(b)}, expected a bfloat16, float16 or float32 "
+                                    "array; biases are never quantised")
             want = (*leading, getattr(self, matrix).shape[-2])
             if b.shape != want:
                 raise ArgumentError(f"experts.{name}: got shape {b.shape}, expected {want} = "
@@ -279,3 +282,29 @@ def is_float(dtype) -> bool:
         return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
     except TypeError:
         return False
+
+
+def is_float_array(a) -> bool:
+    """Whether this is a plain floating array. A `QuantizedArray`, which has a floating dtype too, is none.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_warp_decode import quantize
+      >>> from jax_warp_decode.experts import is_float_array
+      >>> w = jnp.ones((1, 32))
+      >>> is_float_array(w), is_float_array(quantize(w, "mxfp8")), is_float_array([1.0])
+      (True, False, False)
+    """
+    return hasattr(a, "dtype") and not isinstance(a, QuantizedArray) and is_float(a.dtype)
+
+
+def describe(a) -> str:
+    """What came for an array, in messages: its format or dtype and its shape, or its type."""
+    if isinstance(a, QuantizedArray):
+        return f"{a.format} {a.shape}"
+    return f"{a.dtype} {a.shape}" if hasattr(a, "dtype") else type(a).__name__
+
+
+def plain_or(a, way_out: str) -> str:
+    """The way out of an argument that must be a plain array; a `QuantizedArray` has one of its own."""
+    return "dequantise it" if isinstance(a, QuantizedArray) else way_out

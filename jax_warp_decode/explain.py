@@ -1,9 +1,9 @@
 """Which strategy a layer would run with, which configurations its kernels would take, and why."""
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import jax
+from jax import export
 from jax.typing import DTypeLike
 
 from jax_warp_decode import tuning
@@ -11,26 +11,26 @@ from jax_warp_decode.choose import Choice, choose
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.experts import ExpertWeights, check_experts
 from jax_warp_decode.kernels import checks, down, gate_up
+from jax_warp_decode.parallel import ExpertSharding, check_sharding
 from jax_warp_decode.routers import static_integer
-
-if TYPE_CHECKING:
-    from jax_warp_decode.parallel import ExpertSharding
 
 # The config classes of each kernel, by the name that its measurements carry; see `tuning.rule_of_thumb`.
 KERNELS = {"moe_gate_up": gate_up.CONFIGS, "moe_down": down.CONFIGS}
 
 
-def explain_config(experts: ExpertWeights, *, tokens: int, experts_per_token: int) -> dict[str, tuning.Found]:
+def explain_config(experts: ExpertWeights, *, tokens: int, experts_per_token: int,
+                   interpret: bool = False) -> dict[str, tuning.Found]:
     """What `warp_decode` would run with here: {kernel: `tuning.Found(config, source)`}.
 
     Args:
       experts: the layer's weights, or their shapes (`jax.ShapeDtypeStruct`s).
       tokens: T.
       experts_per_token: K.
+      interpret: the kernels will be interpreted.
 
     Raises:
-      ArgumentError, UnsupportedError: weights that the kernels cannot take, or a file of tuned configurations that
-        cannot be used.
+      ArgumentError, UnsupportedError: weights that the kernels cannot take, more slots than experts, a file of tuned
+        configurations that cannot be used, or a configuration of `tuning.override` that does not fit.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -42,6 +42,19 @@ def explain_config(experts: ExpertWeights, *, tokens: int, experts_per_token: in
       ['moe_gate_up', 'moe_down']
     """
     check_experts(experts)
+    _check_slots(experts, experts_per_token)
+    return _configs(experts, tokens, experts_per_token, interpret)
+
+
+def _check_slots(experts: ExpertWeights, experts_per_token: int) -> None:
+    """As `moe` does for the experts of a whole layer."""
+    K, E = experts_per_token, experts.num_experts
+    if not export.is_symbolic_dim(K) and static_integer("experts_per_token", K, "of at least 1") > E:
+        raise ArgumentError(f"experts_per_token: got {K}, expected at most E = {E}, the experts")
+
+
+def _configs(experts: ExpertWeights, tokens: int, experts_per_token: int, interpret: bool) -> dict[str, tuning.Found]:
+    """`explain_config`, also for one device's share of the experts."""
     for name, value in (("tokens", tokens), ("experts_per_token", experts_per_token)):
         if static_integer(name, value, "of at least 1") < 1:
             raise ArgumentError(f"{name}: got {value}, expected at least 1")
@@ -49,12 +62,12 @@ def explain_config(experts: ExpertWeights, *, tokens: int, experts_per_token: in
         rows, cols = w.shape[-2:]
         checks.dimensions(name, cols, rows, checks.format_of(name, w))
     H, I, format = experts.hidden, experts.intermediate, experts.format
-    return {kernel: tuning.find(kernel, kinds, None, format=format, T=tokens, K=experts_per_token, H=H,
-                                I=I) for kernel, kinds in KERNELS.items()}
+    return {kernel: tuning.find(kernel, kinds, None, format=format, T=tokens, K=experts_per_token, H=H, I=I,
+                                interpret=bool(interpret)) for kernel, kinds in KERNELS.items()}
 
 
 # Strategies whose kernels have configurations to tell.
-CONFIGS = {"warp_decode": explain_config}
+CONFIGS = {"warp_decode": _configs}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +88,7 @@ class Explanation:
 
 
 def explain(experts: ExpertWeights, *, tokens: int, experts_per_token: int, x_dtype: DTypeLike,
-            strategy: str = "auto", sharding: "ExpertSharding | None" = None, interpret: bool = False) -> Explanation:
+            strategy: str = "auto", sharding: ExpertSharding | None = None, interpret: bool = False) -> Explanation:
     """The strategy of a call, why, and the configurations of its kernels.
 
     Args:
@@ -96,17 +109,22 @@ def explain(experts: ExpertWeights, *, tokens: int, experts_per_token: int, x_dt
       >>> print(explain(ExpertWeights(w, w, w), tokens=1, experts_per_token=2, x_dtype=w.dtype, strategy="reference"))
       reference (asked for)
     """
-    shares = 1
+    shares, whole = 1, experts
     if sharding is not None:
+        check_sharding(sharding)
         experts = jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(place.shard_shape(a.shape), a.dtype), experts,
                                sharding.shardings(experts))
-        shares = sharding.size(sharding.expert_axis)
+        shares, parts = sharding.size(sharding.expert_axis), sharding.size(sharding.token_axis)
+        if not export.is_symbolic_dim(tokens) and static_integer("tokens", tokens, "of at least 0") % parts:
+            raise ArgumentError(f"tokens: got {tokens}, expected a multiple of {parts}, the devices along token_axis = "
+                                f"{sharding.token_axis!r}; pad x, with -1 as the ids of the padding")
         tokens //= sharding.size(_batch_axes(sharding))
     choice = choose(tokens, experts, experts_per_token=experts_per_token, x_dtype=x_dtype, strategy=strategy,
                     interpret=interpret, shares=shares)
+    _check_slots(whole, experts_per_token)
     configs = {}
     if tokens and choice.strategy in CONFIGS:
-        configs = CONFIGS[choice.strategy](experts, tokens=tokens, experts_per_token=experts_per_token)
+        configs = CONFIGS[choice.strategy](experts, tokens, experts_per_token, interpret)
     return Explanation(choice, configs)
 
 

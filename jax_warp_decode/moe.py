@@ -81,7 +81,9 @@ def moe(
 def apply(x, routing, experts, *, layer, activation, strategy, activation_format, out_dtype, interpret, whole,
           weight_on="output"):
     """`moe`, also for one device's share of the experts (`whole` False), which may be fewer than a token's slots."""
+    checks.interpret_type(interpret)
     x = check_operands(x, routing, experts)
+    experts = jax.tree.map(jnp.asarray, experts)  # NumPy arrays, as elsewhere in JAX
     if (layer is None) != (experts.layers is None):
         raise ArgumentError(f"layer: got {layer} with w_up {experts.w_up.shape}, expected an integer scalar with "
                             "stacked weights [L, E, I, H], and only then")

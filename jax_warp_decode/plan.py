@@ -1,9 +1,10 @@
 """`jax-warp-decode plan`: how to spread a model's routed experts over GPUs, from what was measured on one and on two.
 
-A layer takes as long as reading the weights of the experts it touches, over the share of that speed that layers of the
-same load (token-slots per expert) reached when they were measured; or, with many tokens, as long as its products. The
-busiest device counts. Every device holds a share of every layer; tokens are split over the devices that share a copy of
-the experts, gathered before a layer and scattered after it. Attention, shared experts and the KV cache are not counted.
+A layer on one device takes what was measured, interpolated between two numbers of tokens. Any other takes as long as
+reading the weights of the experts it touches, over the share of that speed that layers of the same load (token-slots
+per expert) reached when they were measured; or, with many tokens, as long as its products. The busiest device counts.
+Every device holds a share of every layer; tokens are split over the devices that share a copy of the experts, gathered
+before a layer and scattered after it. Attention, shared experts and the KV cache are not counted.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import functools
 import importlib.resources
 import json
 import math
+from collections.abc import Sequence
 
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.formats import FORMATS
@@ -28,8 +30,6 @@ USABLE = 0.9  # of a device's memory
 SHOWN = 6
 NEURONS = 32  # of a device, or a multiple: what the decode kernels take
 
-# Of expert_centric at 4096 tokens, bf16 (bench/results/grouped_gemm-expert_centric.json).
-PRODUCTS_TFLOPS = 250.0
 # Assumed: the network between hosts, for each GPU (400 Gbit/s), and two GPUs where no collectives were measured.
 NETWORK_BYTES_PER_US, NETWORK_US = 50e3, 20.0
 UNMEASURED_COLLECTIVES = ({"bytes": 8192, "devices": 2, "us": 14.0}, {"bytes": 2**24, "devices": 2, "us": 100.0})
@@ -47,6 +47,7 @@ class Split:
       collective_us: gathering the tokens before a layer and summing after it.
       step_us: all layers.
       measured: whether a layer of these very sizes was measured.
+      nearest: the numbers of tokens whose measured times the layer's comes from: its own, two around it, or an end.
       multiplies: whether the products take longer than the reading.
     """
 
@@ -58,6 +59,7 @@ class Split:
     collective_us: float
     step_us: float
     measured: bool
+    nearest: tuple[int, ...]
     multiplies: bool
 
 
@@ -84,37 +86,81 @@ def load_table(name: str = "nvidia-h200") -> dict:
     return json.loads(file.read_text())
 
 
+def interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
+    """y at x = `at`, as a power of x between two points (x, y); the ends hold beyond."""
+    i = bisect.bisect([x for x, _ in points], at)
+    if i in (0, len(points)):
+        return points[min(i, len(points) - 1)][1]
+    (x0, y0), (x1, y1) = points[i - 1:i + 1]
+    return y0 * (y1 / y0) ** (math.log(at / x0) / math.log(x1 / x0))
+
+
+def stand_in(format: str) -> str:
+    """The format whose measurements speak for one without any."""
+    return "mxfp8" if format in FORMATS else "bf16"
+
+
 def speed(table: dict, format: str, load: float) -> tuple[float, str]:
     """Share of the plain read's speed that layers reached at so many pairs per expert; and the format it is from.
 
-    Interpolated over the logarithm of the load; the ends hold beyond what was measured. A format without measurements
-    takes those of "mxfp8" if its weights are narrow, else of "bf16".
+    Both without the time to start. Interpolated over the load; the ends hold beyond what was measured.
     """
     rows = [r for r in table["layers"] if r["format"] == format]
-    source = format if rows else "mxfp8" if format in FORMATS else "bf16"
-    best: dict[float, list[float]] = {}
+    source = format if rows else stand_in(format)
+    best: dict[int, list[float]] = {}
     for r in rows or [r for r in table["layers"] if r["format"] == source]:
         preset = get_preset(r["model"])
-        pairs = math.log2(r["tokens"] * preset.experts_per_token / preset.num_experts)
-        if preset.name != "tiny-docs" and pairs <= 3:  # beyond 8 pairs an expert, reading is not what takes long
-            best.setdefault(round(pairs), []).append(read_us(table, r["bytes"]) / r["us"])
-    points = sorted((pairs, sum(shares) / len(shares)) for pairs, shares in best.items())
-    at = math.log2(load)
-    i = bisect.bisect([pairs for pairs, _ in points], at)
-    if i in (0, len(points)):
-        return points[min(i, len(points) - 1)][1], source
-    (x0, y0), (x1, y1) = points[i - 1:i + 1]
-    return y0 + (y1 - y0) * (at - x0) / (x1 - x0), source
+        if preset.name != "tiny-docs":
+            pairs = round(math.log2(r["tokens"] * preset.experts_per_token / preset.num_experts))
+            share = r["bytes"] / table["read"]["bytes_per_us"] / (r["us"] - table["read"]["start_us"])
+            best.setdefault(pairs, []).append(share)
+    points: list[tuple[float, float]] = []
+    for pairs, shares in sorted(best.items()):
+        share = sum(shares) / len(shares)
+        # Above a pair an expert the bytes hardly grow: if the share did, more tokens would take less time.
+        points.append((2.0**pairs, min(share, points[-1][1]) if points and pairs > 0 else share))
+    return interpolate(points, load), source
 
 
 def read_us(table: dict, size: float) -> float:
     return table["read"]["start_us"] + size / table["read"]["bytes_per_us"]
 
 
-def measured_us(table: dict, preset: Preset, format: str, tokens: int) -> float | None:
-    """The time of this layer on one device, if it was measured."""
-    return next((r["us"] for r in table["layers"] if (r["model"], r["format"], r["tokens"]) == (
-        preset.name, format, tokens)), None)
+def products_format(table: dict, format: str) -> str:
+    """The format whose products with many tokens were measured and speak for this one."""
+    return format if format in table["products"] else stand_in(format)
+
+
+def estimate(table: dict, preset: Preset, format: str, tokens: int, ep: int = 1, tp: int = 1) -> tuple[float, bool]:
+    """Microseconds of a layer on the busiest device, and whether its products take longer than the reading."""
+    share, _ = speed(table, format, tokens * preset.experts_per_token / preset.num_experts)
+    reading = read_us(table, busiest_experts(preset, ep, tokens) * expert_bytes(preset, format, tp) / share)
+    products = 6 * preset.hidden * preset.intermediate / tp * tokens * preset.experts_per_token / ep
+    multiplying = products / table["products"][products_format(table, format)]["tflops"] / 1e6
+    return max(reading, multiplying), multiplying > reading
+
+
+def measured_times(table: dict, preset: Preset, format: str) -> list[tuple[int, float]]:
+    """Tokens and microseconds of this layer on one device, but for times that newer ones of other sizes contradict."""
+    kept: list[tuple[int, float]] = []
+    rows = [r for r in table["layers"] if (r["model"], r["format"]) == (preset.name, format)]
+    for r in sorted(rows, key=lambda r: r["date"], reverse=True):
+        if all((r["tokens"] - tokens) * (r["us"] - us) >= 0 for tokens, us in kept):
+            kept.append((r["tokens"], r["us"]))
+    return sorted(kept)
+
+
+def one_device(table: dict, preset: Preset, format: str, tokens: int) -> tuple[float, tuple[int, ...], bool]:
+    """Microseconds of a layer on one device, the measured numbers of tokens that they come from, and `multiplies`."""
+    points = measured_times(table, preset, format)
+    sizes = [size for size, _ in points]
+    nearest = tuple(sizes[max(0, bisect.bisect(sizes, tokens) - 1):bisect.bisect_left(sizes, tokens) + 1])
+    if len(nearest) == 2 or nearest == (tokens,):
+        return interpolate(points, tokens), nearest, False
+    us, multiplies = estimate(table, preset, format, tokens)
+    if nearest:  # beyond the ends: the estimate, scaled so that it meets what was measured
+        us *= interpolate(points, tokens) / estimate(table, preset, format, *nearest)[0]
+    return us, nearest, multiplies
 
 
 def collective_us(table: dict, preset: Preset, tokens: int, devices: int, per_host: int) -> float:
@@ -147,16 +193,14 @@ def splits(table: dict, preset: Preset, format: str, layers: int, devices: int, 
                 continue
             T = tokens // copies
             size = expert_bytes(preset, format, tp)
-            load = T * preset.experts_per_token / preset.num_experts
-            known = measured_us(table, preset, format, T) if group == 1 else None
-            share, _ = speed(table, format, load)
-            reading = read_us(table, busiest_experts(preset, ep, T) * size) / share
-            products = 6 * preset.hidden * preset.intermediate / tp * T * preset.experts_per_token / ep
-            multiplying = products / PRODUCTS_TFLOPS / 1e6
-            us = known or max(reading, multiplying)
+            nearest: tuple[int, ...] = ()
+            if group == 1:
+                us, nearest, multiplies = one_device(table, preset, format, T)
+            else:
+                us, multiplies = estimate(table, preset, format, T, ep, tp)
             collective = collective_us(table, preset, T, group, per_host)
             found.append(Split(ep, tp, copies, layers * preset.num_experts / ep * size, us, collective,
-                               layers * (us + collective), known is not None, not known and multiplying > reading))
+                               layers * (us + collective), nearest == (T,), nearest, multiplies))
     return sorted(found, key=lambda split: split.step_us)
 
 
@@ -236,14 +280,20 @@ def notes(table, preset, format, options, best):
     """What of the plan was measured, extrapolated and assumed."""
     load = options.batch / best.copies * preset.experts_per_token / preset.num_experts
     share, source = speed(table, format, load)
+    scaled = f", scaled to {best.nearest[0]} tokens of this layer, measured on one GPU" if best.nearest else ""
     if best.measured:
         yield "Measured: this layer on one GPU."
+    elif len(best.nearest) == 2:
+        yield "Interpolated: between {} and {} tokens of this layer, measured on one GPU.".format(*best.nearest)
     elif best.multiplies:
-        yield f"Extrapolated: products at {PRODUCTS_TFLOPS:.0f} TFLOP/s, as expert_centric did 4096 tokens in bf16."
+        name = products_format(table, format)
+        fastest = table["products"][name]
+        yield (f"Extrapolated: products at {fastest['tflops']:.0f} TFLOP/s, as {fastest['strategy']} did "
+               f"{fastest['tokens']} tokens in {name}{scaled}.")
     else:
         yield (f"Measured: plain reads at {table['read']['bytes_per_us'] / 1e6:.2f} TB/s; {source} layers at "
                f"{share:.0%} of that, at the loads measured nearest to {load:.2g} pairs an expert.")
-        yield "Extrapolated: the layer, from the bytes that the busiest GPU reads, with even routing."
+        yield f"Extrapolated: the layer, from the bytes that the busiest GPU reads, with even routing{scaled}."
     yield "Assumed: gate and up take two thirds of a layer."
     if source != format and not best.multiplies:
         yield f"Assumed: {format} layers reach the share of {source} ones, which were measured."

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 from jax_warp_decode.choose import no_gpu_reason
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
+from jax_warp_decode.experts import describe, is_float_array, plain_or
+from jax_warp_decode.kernels import checks
 from jax_warp_decode.kernels import router as kernel
 from jax_warp_decode.kernels.rms_norm import rms_norm
 from jax_warp_decode.routers import Router
@@ -38,7 +40,7 @@ def route_tokens(
 
     Args:
       x: [T, H] floats.
-      w_router: [E, H] floats.
+      w_router: [E, H] floats, never quantised.
       router, renormalize, bias, correction_bias, expert_scale: as in `route`.
       strategy: "one_launch" is the kernel `moe_router`, for softmax routers without a bias, groups or scales, and has
         no gradient; "xla" takes any router, size and device; "auto" takes the kernel where it can run, for up to 8
@@ -47,10 +49,11 @@ def route_tokens(
 
     Returns:
       Routing with ids int32 [T, K] and weights float32 [T, K]. The strategies add in different orders, so logits that
-      are equal up to rounding may be chosen differently.
+      are equal up to rounding may be chosen differently. A NaN logit of any expert makes all weights of its token NaN
+      in one launch, with "topk_softmax" too, where "xla" looks at the chosen experts alone.
 
     Raises:
-      ArgumentError: as `route`, and for x or w_router of the wrong rank, dtype or H.
+      ArgumentError: as `route`, and for x or w_router that are quantised or of the wrong rank, dtype or H.
       UnsupportedError: "one_launch" cannot run; the message says why.
 
     Example:
@@ -62,12 +65,15 @@ def route_tokens(
     """
     if strategy not in STRATEGIES:
         raise ArgumentError(f"strategy: got {strategy!r}, expected one of {list(STRATEGIES)}")
+    checks.interpret_type(interpret)
     for name, a, axes in (("x", x, "[T, H]"), ("w_router", w_router, "[E, H]")):
-        if not hasattr(a, "dtype") or a.ndim != 2 or not jnp.issubdtype(a.dtype, jnp.floating):
-            got = f"{a.dtype} {a.shape}" if hasattr(a, "dtype") else type(a).__name__
-            raise ArgumentError(f"{name}: got {got}, expected a floating array {axes}; use jax.vmap for more axes")
+        if not is_float_array(a) or a.ndim != 2:
+            raise ArgumentError(f"{name}: got {describe(a)}, expected a floating array {axes}; "
+                                f"{plain_or(a, 'use jax.vmap for more axes')}")
     if x.shape[1] != w_router.shape[1]:
         raise ArgumentError(f"w_router: got shape {w_router.shape}, expected [E, {x.shape[1]}] to match x {x.shape}")
+    if not w_router.shape[0]:
+        raise ArgumentError(f"w_router: got shape {w_router.shape}, expected [E, H] with E >= 1")
     router = as_router(router, renormalize)
     arrays: dict[str, Any] = dict(bias=bias, correction_bias=correction_bias, expert_scale=expert_scale)
     if strategy != "xla":
@@ -139,7 +145,8 @@ def _refusal(x, w_router, router: Router, arrays: dict, interpret: bool) -> str:
         (router.scale != 1, "it does not scale weights"),
         (router.k > kernel.MAX_K, f"K = {router.k} is more than {kernel.MAX_K}"),
         (jnp.dtype(x.dtype) not in kernel.X_DTYPES, f"x is {x.dtype}, not bfloat16 or float16"),
-        (jnp.dtype(w_router.dtype) not in kernel.W_DTYPES, f"w_router is {w_router.dtype}"),
+        (jnp.dtype(w_router.dtype) not in kernel.W_DTYPES,
+         f"w_router is {w_router.dtype}, not bfloat16, float16 or float32"),
     ]
     refused = next((reason for holds, reason in reasons if holds), "")
     E, H = w_router.shape

@@ -11,7 +11,6 @@ A new score is one function and one row of `SCORING`; a model family is one row 
 
 import dataclasses
 import functools
-import math
 import operator
 from collections.abc import Callable
 
@@ -132,8 +131,8 @@ class Router:
             object.__setattr__(self, "scale", float(self.scale))
         except TypeError:
             raise ArgumentError(f"scale: got {type(self.scale).__name__}, expected a static number") from None
-        if not math.isfinite(self.scale):
-            raise ArgumentError(f"scale: got {self.scale}, expected a finite number")
+        if not abs(self.scale) <= float(np.finfo(np.float32).max):
+            raise ArgumentError(f"scale: got {self.scale}, expected a finite number, which float32 can hold")
         if not isinstance(self.renormalize, bool | np.bool_):
             raise ArgumentError(f"renormalize: got {self.renormalize!r}, expected True or False")
         object.__setattr__(self, "renormalize", bool(self.renormalize))

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_warp_decode.errors import ArgumentError
+from jax_warp_decode.experts import describe, is_float_array, plain_or
+from jax_warp_decode.formats import QuantizedArray
 from jax_warp_decode.routers import Router, choose_experts
 
 
@@ -101,18 +103,17 @@ def route(
       >>> route(jnp.array([[2.0, 1.0, 0.0, -1.0]]), gpt_oss, bias=jnp.array([0.0, 0.0, 3.0, 0.0])).ids.tolist()
       [[2, 0]]
     """
-    if not _is_floating(logits) or logits.ndim != 2 or logits.shape[1] == 0:
-        raise ArgumentError(
-            f"logits: got {_describe(logits)}, expected a floating array [T, E] with E >= 1; use jax.vmap for more "
-            f"axes")
+    if not is_float_array(logits) or logits.ndim != 2 or logits.shape[1] == 0:
+        raise ArgumentError(f"logits: got {describe(logits)}, expected a floating array [T, E] with E >= 1; "
+                            f"{plain_or(logits, 'use jax.vmap for more axes')}")
     experts = logits.shape[1]
     router = as_router(router, renormalize)
     router.check(experts)
     arrays = dict(bias=bias, correction_bias=correction_bias, expert_scale=expert_scale)
     for name, array in arrays.items():
-        if array is not None and (not _is_floating(array) or array.shape != (experts,)):
+        if array is not None and (not is_float_array(array) or array.shape != (experts,)):
             raise ArgumentError(
-                f"{name}: got {_describe(array)}, expected a floating array ({experts},) = [E] as in logits "
+                f"{name}: got {describe(array)}, expected a floating array ({experts},) = [E] as in logits "
                 f"{logits.shape}")
     return Routing(*choose_experts(router, jnp.asarray(logits), *arrays.values()))
 
@@ -131,18 +132,14 @@ def as_router(router: int | Router, renormalize: bool | None = None) -> Router:
     return router
 
 
-def _is_floating(a) -> bool:
-    return hasattr(a, "dtype") and jnp.issubdtype(a.dtype, jnp.floating)
-
-
-def _describe(a) -> str:
-    return f"{a.dtype} {a.shape}" if hasattr(a, "dtype") else type(a).__name__
-
-
 def int32_ids(ids, name: str = "routing.ids") -> jax.Array:
     """Integer ids of any dtype as int32; a value that int32 cannot hold becomes -1, never another expert's id."""
     if not hasattr(ids, "dtype"):
-        ids = np.asarray(ids)
+        try:
+            ids = np.asarray(ids)
+        except (TypeError, ValueError):  # such as rows of several lengths
+            raise ArgumentError(
+                f"{name}: got {type(ids).__name__}, expected an integer array or nested list [T, K]") from None
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ArgumentError(f"{name}: got dtype {ids.dtype}, expected an integer dtype such as int32")
     if ids.dtype.itemsize >= 4 and ids.dtype != jnp.int32:
@@ -161,6 +158,8 @@ def float32_weights(weights, name: str = "routing.weights") -> jax.Array:
             raise ArgumentError(
                 f"{name}: got {type(weights).__name__}, expected a floating array or nested list [T, K]"
             ) from None
+    if isinstance(weights, QuantizedArray):
+        raise ArgumentError(f"{name}: got {describe(weights)}, expected a floating array; dequantise it")
     if not jnp.issubdtype(weights.dtype, jnp.floating):
         raise ArgumentError(
             f"{name}: got dtype {weights.dtype}, expected a floating dtype; it is used as float32")

@@ -8,6 +8,7 @@ from typing import Protocol
 from jax_warp_decode.checkpoints.reader import CONFIG_FILE, MAX_CONFIG_BYTES, read_json
 from jax_warp_decode.checkpoints.sources import check_regular
 from jax_warp_decode.errors import ArgumentError, CheckpointError, UnsupportedError
+from jax_warp_decode.models.settings import show
 
 GENERATION_FILE = "generation_config.json"
 
@@ -64,8 +65,10 @@ class TokenizerCodec:
         check_regular(path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as e:  # tokenizers raises plain Exception for malformed files
-            raise CheckpointError(f"checkpoint: {path} is not a readable tokenizer: {e}") from e
+        except BaseException as e:  # plain ones for malformed files; a panic of Rust is not even an Exception
+            if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+                raise
+            raise CheckpointError(f"checkpoint: {path} is not a readable tokenizer: {show(str(e))}") from e
         self._new_stream = tokenizers.decoders.DecodeStream
 
     def encode(self, text: str) -> list[int]:
@@ -115,6 +118,6 @@ def end_tokens(folder: pathlib.Path) -> frozenset[int]:
         if found is not None:
             ids = found if isinstance(found, list) else [found]
             if not all(type(token) is int and token >= 0 for token in ids):
-                raise CheckpointError(f"{path}: got eos_token_id {found!r}, expected a token id or a list of them")
+                raise CheckpointError(f"{path}: got eos_token_id {show(found)}, expected a token id or a list of them")
             return frozenset(ids)
     return frozenset()

@@ -5,7 +5,9 @@
      "config": {"lanes": 32, "rows": 2, "unroll": 4}, "us": 7.4, ...}
     ]}
 
-An entry has the fields of `Entry`. Two places are read: the user's file, see `user_file`, and the package's own.
+An entry has the fields of `Entry`; two of one shape and T are an error. A kernel or a format that this version does not
+know is ignored, and kept when the file is written: the user's file is shared by all versions that are installed. Two
+places are read: the user's file, see `user_file`, and the package's own.
 """
 
 import dataclasses
@@ -23,6 +25,7 @@ from jax_warp_decode.errors import ArgumentError
 
 SCHEMA = 2
 VARIABLE = "JAX_WARP_DECODE_TUNED"
+MOST_SIZE = 2**31 - 1  # of H, I, K and T
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Entry:
         """Whether the fields, which come from a file, have their types. A config that does not fit is found in use."""
         times = [self.us, *(t for t in (self.heuristic_us, self.runner_up_us) if t is not None)]
         return (isinstance(self.config, dict) and isinstance(self.runner_up, dict | None)
-                and all(type(n) is int and n > 0 for n in (self.H, self.I, self.K, self.T))
+                and all(type(n) is int and 0 < n <= MOST_SIZE for n in (self.H, self.I, self.K, self.T))
                 and all(type(t) in (int, float) and 0 < t < math.inf for t in times)
                 and all(isinstance(text, str) for text in (self.kernel, self.format, self.jax, self.date)))
 
@@ -107,7 +110,8 @@ def user_table(device_kind: str) -> Table | None:
     path = user_file(device_kind)
     table = read_table(path, device_kind)
     if table is None and os.environ.get(VARIABLE):
-        raise refused(path, "does not exist")
+        raise ArgumentError(f"tuned configurations: {path} does not exist, but the environment variable {VARIABLE} "
+                            "names it; unset the variable, or let 'jax-warp-decode autotune' write the file")
     return table
 
 
@@ -148,11 +152,17 @@ def _parse(path: pathlib.Path, version: tuple) -> Table:
         if schema != SCHEMA:
             raise refused(path, f"has schema {schema!r}, expected {SCHEMA}")
         table = Table(path, content["device_kind"], {})
+        if not isinstance(content["configs"], list):
+            raise ValueError(f"configs is {content['configs']!r}")
         for fields in content["configs"]:
             entry = Entry(**fields)
             if not entry.is_sound():
                 raise ValueError(f"an entry reads {fields}")
-            table.shapes.setdefault(entry.shape, {})[entry.T] = entry
+            by_tokens = table.shapes.setdefault(entry.shape, {})
+            if entry.T in by_tokens:
+                raise ValueError(f"two entries are of {entry.kernel} {entry.format} H={entry.H} I={entry.I} "
+                                 f"K={entry.K} T={entry.T}")
+            by_tokens[entry.T] = entry
         if not isinstance(table.device_kind, str):
             raise ValueError(f"device_kind is {table.device_kind!r}")
     except ArgumentError:
@@ -166,8 +176,8 @@ def _parse(path: pathlib.Path, version: tuple) -> Table:
 
 def refused(path: pathlib.Path, what: str) -> ArgumentError:
     """The error about a file that cannot be used."""
-    return ArgumentError(f"tuned configurations: {path} {what}; delete the file, write it anew with 'jax-warp-decode "
-                         f"autotune', or change the environment variable {VARIABLE}, which names another")
+    return ArgumentError(f"tuned configurations: {path} {what}; delete the file, after which 'jax-warp-decode "
+                         f"autotune' can write it anew, or let the environment variable {VARIABLE} name another")
 
 
 def write_entries(path: pathlib.Path, device_kind: str, entries: list[Entry]) -> None:

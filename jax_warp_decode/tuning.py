@@ -16,7 +16,9 @@ kernel is first traced and again when it has changed; functions that are compile
 `override` is part of the key of JAX's compilation cache.
 """
 
+import contextlib
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -38,12 +40,13 @@ class Found:
 
 
 def override(*configs):
-    """A context in which kernels that are traced take these configurations, one per config class.
+    """A context in which kernels that are traced take these configurations, one per kernel.
 
     Works through `moe` and the layers, which have no `config` argument. The innermost context wins.
 
     Raises:
-      ArgumentError: something that is no kernel configuration.
+      ArgumentError: something that is no configuration of "moe_gate_up" or "moe_down", or two of one kernel. Whether
+        it fits a call is found there, by `find`.
 
     Example:
       >>> from jax_warp_decode import tuning
@@ -52,11 +55,29 @@ def override(*configs):
       ...     tuning.find("moe_down", (DownConfig,), None, format="bf16", T=1, K=8, H=2048, I=768)
       Found(config=DownConfig(lanes=32, rows=1, unroll=4), source='tuning.override')
     """
+    from jax_warp_decode.explain import KERNELS  # here, as the kernels import this module
+    from jax_warp_decode.kernels import checks
+
+    known = tuple(itertools.chain(*KERNELS.values()))
     for config in configs:
-        if not (dataclasses.is_dataclass(config) and hasattr(type(config), "check")):
-            raise ArgumentError(
-                f"configs: got {config!r}, expected a kernel configuration such as GateUpConfig or DownConfig")
+        if not isinstance(config, known):
+            raise ArgumentError(f"configs: got {config!r}, expected a kernel configuration: "
+                                f"{' or '.join(kind.__name__ for kind in known)}")
+        with _naming_override():
+            checks.positive_integers(config)
+    for kernel, kinds in KERNELS.items():
+        if len(own := [config for config in configs if isinstance(config, kinds)]) > 1:
+            raise ArgumentError(f"configs: got {own[0]} and {own[1]}, expected one configuration of {kernel}")
     return _overrides((*configs, *_overrides.value))
+
+
+@contextlib.contextmanager
+def _naming_override():
+    """A refusal of `config`, which a caller of `moe` never passed, names where it came from."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise ArgumentError(f"tuning.override: {str(error).removeprefix('config: ')}") from None
 
 
 def find(kernel: str, kinds: tuple[Any, ...], config: Any, *, format: str, T: int, K: int, H: int, I: int,
@@ -72,12 +93,18 @@ def find(kernel: str, kinds: tuple[Any, ...], config: Any, *, format: str, T: in
       interpret: whether the kernel will be interpreted.
 
     Raises:
-      ArgumentError: a file that cannot be used; it is named, with the way out.
+      ArgumentError: a file that cannot be used, which is named, with the way out; or the configuration of an
+        `override`, if it does not fit. The caller's own is the caller's to check.
     """
     if config is not None:
         return Found(config, "the config argument")
     for config in _overrides.value:
         if isinstance(config, kinds):
+            if interpret and not isinstance(config, kinds[0]):
+                raise ArgumentError(f"tuning.override: got {type(config).__name__} in the interpreter, expected "
+                                    f"{kinds[0].__name__}")
+            with _naming_override():
+                config.check(H, I, K, format)
             return Found(config, "tuning.override")
     if interpret:
         return Found(kinds[0].heuristic(T, K, H, I, format), "heuristic: interpreted, so no measurement applies")
@@ -123,7 +150,7 @@ def _make(kinds: tuple[Any, ...], entry: Entry, table: Table):
     """The configuration of an entry: of the class that has its fields."""
     fields: list[dict[str, Any]] = [{f.name: f.type for f in dataclasses.fields(kind)} for kind in kinds]
     fitting = [kind for kind, types in zip(kinds, fields, strict=True) if types.keys() == entry.config.keys()
-               and all(isinstance(value, types[name]) for name, value in entry.config.items())]
+               and all(type(value) is types[name] for name, value in entry.config.items())]
     if not fitting:
         held = ", ".join(f"{name}={value!r}" for name, value in entry.config.items())
         expected = " or ".join(f"{kind.__name__}({', '.join(of)})" for kind, of in zip(kinds, fields, strict=True))

@@ -179,7 +179,7 @@ def test_gradients_do_not_depend_on_the_mesh():
         assert np.linalg.norm(np.asarray(g) - np.asarray(w)) < 1e-5 * np.linalg.norm(np.asarray(w))
 
 
-@pytest.mark.parametrize("layout", ["DP8", "DP2 x EP4"])
+@pytest.mark.parametrize("layout", ["EP8", "EP8 tokens too", "TP4", "DP8", "DP2 x EP4"])
 def test_no_tokens_on_a_mesh(layout):
     case = oracle.make_case(8, **{**SIZES, "tokens": 0})
     assert run(case, LAYOUTS[layout](), strategy="expert_centric").shape == (0, 64)

@@ -1,5 +1,6 @@
 """The command line as a user meets it: output, exit codes, and one clear line for bad input."""
 
+import logging
 import os
 import pathlib
 import re
@@ -18,6 +19,7 @@ from rich.console import Console
 from jax_warp_decode import cli, demo, info
 from jax_warp_decode.checkpoints import save_qwen3_moe
 from jax_warp_decode.compat import JAX_WINDOW
+from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.formats import FORMATS
 from jax_warp_decode.models import Qwen3Moe, Qwen3MoeConfig
 from jax_warp_decode.text import ByteCodec
@@ -117,8 +119,8 @@ def test_demo_runs_the_bundled_model(capsys, weights):
     assert len(re.findall(r"\b[a-z]{2,}\b", completion)) >= 2
 
 
-def start(*argv, **options):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+def start(*argv, environment=(), **options):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"} | dict(environment)
     return subprocess.run([sys.executable, "-m", "jax_warp_decode.cli", *map(str, argv)], cwd=ROOT, env=environment,
                           **options)
 
@@ -128,6 +130,43 @@ def test_piped_output_is_plain_text_and_shows_question_marks_without_unicode(fol
     assert done.returncode == 0, done.stderr
     assert b"\x1b" not in done.stdout
     assert b"D?j?" in done.stdout and b"agreement" in done.stdout
+
+
+@pytest.mark.parametrize("command", [["info"], ["demo"], ["generate", "--prompt", "a"]])
+@pytest.mark.parametrize("platform", ["cuda", "no_such"])
+def test_a_platform_that_does_not_start_is_one_line_and_exit_code_2(platform, command):
+    environment = {"JAX_PLATFORMS": platform, "CUDA_VISIBLE_DEVICES": ""}
+    done = start(*command, capture_output=True, text=True, environment=environment)
+    *others, line = done.stderr.splitlines()
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert not others or os.path.exists("/dev/nvidiactl"), done.stderr  # where there is a GPU, XLA prints a line itself
+    assert line.startswith(f"jax-warp-decode: error: JAX_PLATFORMS: got '{platform}', and JAX cannot start: ")
+    assert "unset it, or install JAX's CUDA build" in line
+
+
+def test_a_plugin_that_does_not_load_is_one_line(capsys, monkeypatch):
+    def collect():
+        try:
+            raise RuntimeError("Unable to load cuDNN.")
+        except RuntimeError:
+            logging.getLogger("jax._src.xla_bridge").exception("Jax plugin configuration error")
+        raise ArgumentError("x: got y")
+
+    monkeypatch.setattr(info, "collect", collect)
+    code, _, err = run(capsys, "info")
+    assert code == 2 and "Traceback" not in err
+    assert err.splitlines() == ["jax-warp-decode: error: x: got y",
+                                "jax-warp-decode: warning: a plugin of JAX does not load: Unable to load cuDNN."]
+
+
+@pytest.mark.parametrize("error", [AssertionError("ours"), RuntimeError("ours")])
+def test_a_bug_keeps_its_traceback(monkeypatch, error):
+    def collect():
+        raise error
+
+    monkeypatch.setattr(info, "collect", collect)
+    with pytest.raises(type(error), match="ours"):
+        cli.main(["info"])
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")

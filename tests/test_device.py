@@ -106,6 +106,23 @@ def test_failures_at_run_time_become_one_line(message, words):
     assert all(word in line for word in words) and "\n" not in line, line
 
 
+@pytest.mark.parametrize("error, errors, words", [
+    (AssertionError(), [], ["it finds no such device; unset it"]),
+    (AssertionError(), ["Unable to load cuDNN.\nAnd more"], ["no such device, and a plugin", "load cuDNN; unset it"]),
+    (RuntimeError("Unable to initialize 'a': broken (set JAX_PLATFORMS='' to choose)"), [], ["broken; unset it"]),
+    (RuntimeError("word " * 99), [], [" ..; unset it"])])
+def test_a_jax_that_does_not_start_is_one_line(monkeypatch, error, errors, words):
+    assert device.start_refusal(errors) == ""
+
+    def devices():
+        raise error
+
+    monkeypatch.setattr(jax, "devices", devices)
+    line = device.start_refusal(errors)
+    assert all(word in line for word in [*words, "got 'cpu'", "jax[cuda13]"]) and "\n" not in line, line
+    assert len(line) < 500
+
+
 def test_other_errors_stay_what_they_are():
     assert device.explain_failure(ArgumentError("x: out of memory")) == ""
     assert device.explain_failure(jax.errors.JaxRuntimeError("INTERNAL: something")) == ""

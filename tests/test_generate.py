@@ -108,6 +108,8 @@ def test_sampling_repeats_with_the_same_key_and_draws_anew_each_step(model, prom
             model, prompts, 12, temperature=2.0, rng=jax.random.key(seed), max_len=MAX_LEN)))
 
     np.testing.assert_array_equal(sample(1), sample(1))
+    raw = generate(model, prompts, 12, temperature=2.0, rng=jax.random.PRNGKey(1), max_len=MAX_LEN)
+    np.testing.assert_array_equal(sample(1), np.stack(list(raw)))
     assert np.any(sample(1) != sample(2))
     uniform = nnx.clone(model)
     nnx.update(uniform, jax.tree.map(jnp.zeros_like, nnx.state(uniform)))  # equal logits: only the key decides
@@ -135,6 +137,9 @@ def test_accepts_a_prompt_on_the_device_and_the_longest_length(model):
     (dict(prompt_tokens=np.array([[1, 48]])), ["prompt_tokens", "id 48", "< 48"]),
     (dict(prompt_tokens=np.array([[-1, 4]])), ["prompt_tokens", "id -1", "0 <="]),
     (dict(max_new_tokens=0), ["max_new_tokens", "0", "at least 1"]),
+    (dict(prompt_tokens=[[1], [2, 3]]), ["prompt_tokens", "list", "equal length"]),
+    (dict(max_new_tokens=2.0), ["max_new_tokens", "2.0", "a static integer of at least 1"]),
+    (dict(max_len=7.0), ["max_len", "7.0", "a static integer"]),
     (dict(max_new_tokens=38), ["max_new_tokens", "38", "at most 37", "max_position_embeddings is 40"]),
     (dict(max_len=5), ["max_len", "5", "7"]),
     (dict(max_len=41), ["max_len", "41", "40"]),
@@ -143,6 +148,11 @@ def test_accepts_a_prompt_on_the_device_and_the_longest_length(model):
     (dict(temperature=1e-39, rng=jax.random.key(0)), ["temperature", "1e-39", "1.18e-38"]),
     (dict(temperature=1e39, rng=jax.random.key(0)), ["temperature", "1e+39", "3.4e+38"]),
     (dict(prompt_tokens=np.ones((1, 50), int)), ["prompt_tokens", "50 tokens", "at most 39", "is 40"]),
+    (dict(temperature="1"), ["temperature", "'1'", "a number"]),
+    (dict(temperature=np.ones(2)), ["temperature", "a number"]),
+    (dict(temperature=1.0, rng=0), ["rng", "int", "one key", "jax.random.key(seed)"]),
+    (dict(temperature=1.0, rng=jnp.zeros(2)), ["rng", "float32 (2,)", "one key"]),
+    (dict(temperature=1.0, rng=jax.random.split(jax.random.key(0))), ["rng", "(2,)", "one key"]),
     (dict(temperature=1.0), ["rng", "None", "jax.random.key"]),
     (dict(rng=jax.random.key(0)), ["rng", "temperature=0.0"]),
 ])

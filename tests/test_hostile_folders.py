@@ -5,6 +5,8 @@ import functools
 import gc
 import json
 import os
+import pathlib
+import re
 import resource
 import shutil
 
@@ -14,13 +16,15 @@ from limits import in_time
 from safetensors.numpy import save_file
 
 from jax_warp_decode import ArgumentError, CheckpointError, UnsupportedError
-from jax_warp_decode.checkpoints import load_moe_blocks, reader, sources
+from jax_warp_decode.checkpoints import load_moe_blocks, load_qwen3_moe, reader, sources
 from jax_warp_decode.checkpoints.convert import convert
 from jax_warp_decode.checkpoints.family import Encoding
 from jax_warp_decode.checkpoints.quantization import is_skipped
 from jax_warp_decode.models import GptOssConfig, MixtralConfig, Qwen3MoeConfig
 from jax_warp_decode.models.rope import frequencies
-from jax_warp_decode.text import codec_for
+from jax_warp_decode.text import codec_for, end_tokens
+
+FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 
 H, I, E, L = 32, 64, 2, 2
 MUTATIONS = 25  # of each kind
@@ -550,3 +554,46 @@ def test_all_headers_together_have_limits(sound, tmp_path, monkeypatch, room, me
 def test_a_folder_of_the_size_of_kimi_k2_is_within_the_limits():
     names = 60 * (384 + 1) * 3 * 2 + 61 * 16 + 9  # experts in FP8 with scales, attention, the rest
     assert names <= reader.MAX_INDEX_TENSORS and 163 <= reader.MAX_SHARDS
+
+
+# ------------------------------------------------------------------------------------------------- single odd values
+
+
+def tiny(tmp_path, name, **config):
+    """A copy of a fixture with other fields in its config."""
+    folder = shutil.copytree(FIXTURES / name, tmp_path / name)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return folder
+
+
+@pytest.mark.parametrize("name,field,value", [
+    ("deepseek_v3_tiny", "routed_scaling_factor", 1e39), ("qwen3_moe_tiny", "rms_norm_eps", 1e39),
+    ("qwen3_moe_tiny", "rope_theta", 1e-300)])
+def test_numbers_that_float32_cannot_hold_are_refused(tmp_path, name, field, value):
+    """Models compute in float32 at most: they would be infinite or 0 there, and logits NaN."""
+    folder = tiny(tmp_path, name, **{field: value}, **({"rope_parameters": None} if field == "rope_theta" else {}))
+    with pytest.raises(CheckpointError, match=re.escape(f"{field}: got {value}")):
+        load_moe_blocks(folder) if name == "deepseek_v3_tiny" else load_qwen3_moe(folder)
+
+
+def test_a_model_without_expert_layers_is_no_empty_load(tmp_path):
+    with pytest.raises(CheckpointError, match="has no layer with experts by its config.json"):
+        load_moe_blocks(tiny(tmp_path, "deepseek_v3_tiny", num_hidden_layers=1))
+
+
+def test_a_tokenizer_that_panics_is_an_unreadable_one(tmp_path):
+    """A panic of Rust is no Exception."""
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer.json").write_text(json.dumps({
+        "version": "1.0", "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "added_tokens": [],
+        "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}))
+    with pytest.raises(CheckpointError, match="tokenizer.json is not a readable tokenizer"):
+        codec_for(tmp_path, 300)
+
+
+def test_what_ends_a_text_is_quoted_briefly(tmp_path):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ["x" * 100_000]}))
+    with pytest.raises(CheckpointError) as caught:
+        end_tokens(tmp_path)
+    assert len(str(caught.value)) < 1000

@@ -132,14 +132,17 @@ GOOD = dict(x=jnp.ones((2, 64), jnp.bfloat16), ids=jnp.zeros((2, 1), jnp.int32),
     (dict(config=GateUpConfig(lanes=8, rows=1, unroll=0)), ArgumentError, ["config", "unroll=0"]),
     (dict(activation="swish"), ArgumentError, ["activation", "swish", "silu"]),
     (dict(x=[[1.0] * 64] * 2), ArgumentError, ["x", "list"]),
+    (dict(x=quantize(jnp.ones((2, 64)), "mxfp8")), ArgumentError, ["x: got mxfp8 (2, 64)", "float16; dequantise it"]),
+    (dict(b_up=quantize(jnp.ones((3, 32)), "mxfp8")), ArgumentError, ["b_up: got mxfp8 (3, 32)", "never quantised"]),
+    (dict(interpret="yes"), ArgumentError, ["interpret: got 'yes'", "True or False"]),
     (dict(w_up=None), ArgumentError, ["w_up", "NoneType"]),
     (dict(out_dtype=jnp.int8), ArgumentError, ["out_dtype", "int8", "bfloat16"]),
     (dict(config=DownConfig(32, 1, 1)), ArgumentError, ["config", "DownConfig", "GateUpConfig"]),
 ])
 def test_bad_arguments_are_named(change, error, words):
-    arguments = {**GOOD, **change}
+    arguments = {**GOOD, "interpret": True, **change}
     with pytest.raises(error) as caught:
-        moe_gate_up_3d_batched(**arguments, interpret=True)
+        moe_gate_up_3d_batched(**arguments)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
@@ -184,6 +187,14 @@ def test_equal_layers_share_one_kernel(interpreter):
         run_gate_up(case, interpreter)
     after = gate_up._build.cache_info()
     assert after.misses - before.misses <= 1 and after.hits - before.hits >= 2
+
+
+def test_without_a_gpu_they_say_so_where_they_would_run():
+    with pytest.raises(UnsupportedError, match="^moe_gate_up_3d_batched: cannot run: JAX sees no NVIDIA .*interpret=T"):
+        moe_gate_up_3d_batched(**GOOD)
+    with pytest.raises(UnsupportedError, match="^moe_down_3d_batched: cannot run: JAX sees no NVIDIA .*interpret=T"):
+        moe_down_3d_batched(jnp.ones((1, 1, 64)), jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1)),
+                            jnp.ones((1, 32, 64), jnp.bfloat16))
 
 
 def test_the_same_kernel_lowers_for_cuda():

@@ -318,6 +318,31 @@ def test_x64_mode_changes_nothing():
             np.testing.assert_array_equal(np.asarray(got), y)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_traced_layer_of_any_integer_type(strategy):
+    """Numbers beyond int32 name no layer, whatever their lower half says."""
+    x, routing, experts = oracle.make_case(11, **SMALL, poison=False).args()
+    stack = jax.tree.map(lambda w: jnp.stack([jnp.zeros_like(w), w]), experts)
+    run = jax.jit(lambda layer: moe(x, routing, stack, layer=layer, strategy=strategy, interpret=True))
+    want = np.asarray(run(jnp.int32(1)), np.float32)
+    with jax.enable_x64(True):
+        for number, dtype in ((1, jnp.uint64), (1, jnp.int64), (1, jnp.uint32), (1, jnp.int8)):
+            np.testing.assert_array_equal(np.asarray(run(jnp.array(number, dtype)), np.float32), want)
+        for number, dtype in ((2**63 + 1, jnp.uint64), (2**32 + 1, jnp.int64), (-1, jnp.int64), (2**31, jnp.uint32)):
+            assert not np.asarray(run(jnp.array(number, dtype)), np.float32).any()
+
+
+@pytest.mark.parametrize("strategy", ["auto", *STRATEGIES])
+def test_numpy_weights_are_arrays_too(strategy):
+    x, routing, experts = oracle.make_case(12, **SMALL, biases="f32").args()
+    run = functools.partial(moe, x, routing, strategy=strategy, interpret=True)
+    want, host = np.asarray(run(experts)), jax.tree.map(np.asarray, experts)
+    np.testing.assert_array_equal(np.asarray(run(host)), want)
+    stack = jax.tree.map(lambda w: np.stack([w, w]), host)
+    _, got = jax.lax.scan(lambda none, n: (none, run(stack, layer=n)), None, jnp.arange(2))
+    np.testing.assert_array_equal(np.asarray(got[1]), want)
+
+
 # ------------------------------------------------------------------------------------------------------ bad input
 
 
@@ -352,6 +377,10 @@ def with_weights(**change):
     (lambda: dict(experts=with_weights(b_down=jnp.ones((4, 64)))), ["b_down", "(4, 64)", "(4, 128)", "[E, H]"]),
     (lambda: dict(experts=with_weights(b_up=jnp.ones((64,)))), ["b_up", "(64,)", "(4, 64)", "[E, I]"]),
     (lambda: dict(experts=with_weights(b_up=jnp.ones((4, 64), int))), ["b_up", "int32", "float32"]),
+    (lambda: dict(experts=with_weights(b_up=quantize(jnp.ones((4, 64)), "mxfp8"))),
+     ["b_up", "mxfp8 (4, 64)", "biases are never quantised"]),
+    (lambda: dict(routing=Routing(jnp.ones((2, 32), int), quantize(jnp.ones((2, 32)), "mxfp8"))), ["weights", "mxfp8"]),
+    (lambda: dict(strategy="warp_decode", interpret="yes"), ["interpret: got 'yes'", "True or False"]),
     (lambda: dict(experts=with_weights(w_gate=None, b_gate=jnp.ones((4, 64))), activation="relu2"),
      ["b_gate", "w_gate"]),
     (lambda: dict(experts=with_weights(w_up=None)), ["w_up", "None", "only w_gate"]),
@@ -386,13 +415,13 @@ def test_a_routing_may_be_nested_lists_and_nothing_else():
     ids, weights = [[0, 1], [2, -1]], [[0.5, 0.5], [1.0, 9.0]]
     want = moe(x, Routing(jnp.array(ids), jnp.array(weights)), experts)
     np.testing.assert_array_equal(np.asarray(moe(x, Routing(ids, weights), experts)), np.asarray(want))
-    for bad in (None, "ab", 3):
+    for bad in (None, "ab", 3, [[0], [1, 2]]):
         with pytest.raises(ArgumentError, match="^routing.ids: got"):
             moe(x, Routing(bad, weights), experts)
 
 
 def test_auto_warns_where_only_the_float32_reference_runs_on_a_gpu(monkeypatch):
-    slow = Choice("reference", "the GPU has compute capability 8.0")
+    slow = Choice("reference", "the GPU has compute capability 8.0", "which is slow")
     with warnings.catch_warnings(action="error"):
         warn_if_slow(slow, "auto")  # no GPU
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -523,6 +552,7 @@ def test_gate_and_up_in_one_array(format, order):
     (dict(w_gate_up=None), "w_gate_up: got NoneType, expected"),
     (dict(b_gate_up=[[0.0] * 32] * 3), r"b_gate_up: got shape \(3, 32\), expected \(3, 64\)"),
     (dict(order=["concatenated"]), "order: got .'concatenated'., expected one of"),
+    (dict(b_gate_up=quantize(jnp.ones((3, 64)), "mxfp8")), r"b_gate_up: got mxfp8 .*; biases are never quantised"),
     (dict(b_gate_up=jnp.ones((3, 32))), r"b_gate_up: got shape \(3, 32\), expected \(3, 64\)"),
     (dict(w_down=jnp.ones((3, 64, 64))), r"experts.w_down: got shape \(3, 64, 64\), expected \(3, 64, 32\)"),
     (dict(w_gate_up=quantize(jnp.ones((3, 64, 64)), "fp8_block128")), "got concatenated rows in .* scale for 128 rows"),

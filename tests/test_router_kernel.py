@@ -16,6 +16,7 @@ import oracle
 import pytest
 
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
+from jax_warp_decode.formats import quantize
 from jax_warp_decode.kernels.router import RouterConfig, moe_router, normed_moe_router, refusal
 from jax_warp_decode.route_tokens import norm_and_route, route_tokens
 from jax_warp_decode.routers import ROUTERS, Router
@@ -125,6 +126,21 @@ def test_special_values_do_as_in_route_and_stay_in_their_row(interpreter, renorm
     np.testing.assert_allclose(np.array(got_weights), want.weights, rtol=1e-6)
 
 
+@pytest.mark.parametrize("router", [Router(2, "topk_softmax"), Router(2)])
+def test_a_nan_logit_of_any_expert_reaches_all_weights_of_its_token(interpreter, router):
+    """Also with topk_softmax, whose weights in `route` look at the chosen experts alone. The choice is the same."""
+    x, w, logits = make(10, 2, 8, 256)
+    left_out = [e for e in range(8) if e not in np.argsort(-logits)[:, :2]][0]
+    w = w.at[left_out].set(0).at[left_out, 5].set(np.nan)
+    x = x.at[0, 5].set(0.0)  # 0 * NaN is NaN too
+    one_launch = route_tokens(x, w, router, strategy="one_launch", interpret=interpreter)
+    assert np.isnan(one_launch.weights).all()
+    xla = route_tokens(x, w, router, strategy="xla")
+    assert np.isfinite(xla.weights).all() == (router.scoring == "topk_softmax")
+    np.testing.assert_array_equal(one_launch.ids, xla.ids)
+    assert not (one_launch.ids == left_out).any()
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_bad_token_does_not_reach_its_neighbours(interpreter, bad):
     x, w, _ = make(8, 3, 8, 256)
@@ -180,6 +196,7 @@ def test_eight_tokens_take_clusters_of_eight(tokens, experts, cluster, warpgroup
 
 @pytest.mark.parametrize("gain, words", [
     (jnp.ones(128, jnp.bfloat16), r"got bfloat16 \(128,\), expected \[H\] = \[256\]"),
+    (quantize(jnp.ones(256), "mxfp8"), r"got mxfp8 \(256,\), expected \[H\]"),
     (jnp.ones(256, jnp.int8), "got int8"), ([1.0], "got list"), (None, "got NoneType")])
 def test_a_gain_that_does_not_fit_is_named(gain, words):
     with pytest.raises(ArgumentError, match=f"^gain: {words}"):
@@ -208,10 +225,17 @@ GOOD = dict(x=jnp.zeros((1, 256), jnp.bfloat16), w_router=jnp.zeros((8, 256), jn
     (dict(x=[1.0]), ArgumentError, r"^x: got list"),
     (dict(w_router=jnp.zeros((8, 512), jnp.bfloat16)), ArgumentError, r"^w_router: got shape \(8, 512\), .*\(8, 256\)"),
     (dict(w_router=jnp.zeros((8, 256), jnp.int8)), ArgumentError, r"^w_router: got dtype int8"),
+    (dict(w_router=quantize(jnp.zeros((8, 256)), "mxfp8")), ArgumentError,
+     r"^w_router: got mxfp8 \(8, 256\), expected bfloat16 or float16 or float32; dequantise it"),
+    (dict(x=quantize(jnp.zeros((1, 256)), "mxfp8")), ArgumentError, r"^x: got mxfp8 \(1, 256\), .*; dequantise it"),
     (dict(k=9), ArgumentError, r"^k: got 9, expected at most 8 \(E = 8"),
     (dict(k=0), ArgumentError, r"^k: got 0, expected at least 1"),
     (dict(config=RouterConfig(4, 1, 1)), ArgumentError, r"^config: got RouterConfig\(cluster=4.* for E = 8"),
     (dict(config=RouterConfig(32, 1, 1)), ArgumentError, r"^config: .*cluster in \(1, 2, 4, 8, 16\)"),
+    (dict(config=RouterConfig(1, 1, 1.5)), ArgumentError, r"^config: got unroll=1.5, expected an integer"),
+    (dict(config=RouterConfig(1, 1, "1")), ArgumentError, r"^config: got unroll='1', expected an integer"),
+    (dict(config=RouterConfig(1, 1.0, 1)), ArgumentError, r"^config: got warpgroups=1.0, expected an integer"),
+    (dict(config=RouterConfig(True, 1, 1)), ArgumentError, r"^config: got cluster=True, expected an integer"),
     (dict(config=7), ArgumentError, r"^config: got int, expected RouterConfig"),
     (dict(w_router=jnp.zeros((6, 256), jnp.bfloat16)), UnsupportedError, r"^w_router: got E = 6, .*multiple of 8"),
     (dict(w_router=jnp.zeros((2048, 256), jnp.bfloat16)), UnsupportedError, r"^w_router: got E = 2048, .*up to 512"),
@@ -221,6 +245,12 @@ GOOD = dict(x=jnp.zeros((1, 256), jnp.bfloat16), w_router=jnp.zeros((8, 256), jn
 def test_bad_arguments_are_named(change, error, message):
     with pytest.raises(error, match=message):
         jax.eval_shape(functools.partial(moe_router, **{**GOOD, **change}, interpret=True))
+
+
+def test_without_a_gpu_it_says_so_where_it_would_run():
+    """And says nothing where it is traced for another machine, `test_lowers_to_one_launch`."""
+    with pytest.raises(UnsupportedError, match="^moe_router: cannot run: JAX sees no NVIDIA GPU .*pass interpret=T"):
+        moe_router(**GOOD)
 
 
 def test_gradients_are_refused_by_name():
@@ -291,6 +321,14 @@ def test_every_router_runs_from_tokens():
     (dict(strategy="one_launch", interpret=True, router=Router(2, "sigmoid")), UnsupportedError, r"not 'sigmoid'"),
     (dict(x=jnp.zeros((1, 1, 256))), ArgumentError, r"^x: got float32 \(1, 1, 256\), .*vmap"),
     (dict(w_router=jnp.zeros((8, 255))), ArgumentError, r"^w_router: got shape \(8, 255\), expected \[E, 256\]"),
+    (dict(w_router=quantize(jnp.zeros((8, 256)), "mxfp8")), ArgumentError,
+     r"^w_router: got mxfp8 \(8, 256\), expected a floating array \[E, H\]; dequantise it"),
+    (dict(w_router=quantize(jnp.zeros((8, 256)), "mxfp8"), interpret=True), ArgumentError, r"^w_router: got mxfp8"),
+    (dict(w_router=jnp.zeros((0, 256)), router=1), ArgumentError, r"^w_router: got shape \(0, 256\), .* E >= 1"),
+    (dict(w_router=jnp.zeros((0, 256), jnp.bfloat16), router=1, interpret=True), ArgumentError, r"^w_router: got sha"),
+    (dict(w_router=jnp.zeros((8, 256), jnp.float8_e4m3fn), strategy="one_launch", interpret=True), UnsupportedError,
+     r"w_router is float8_e4m3fn, not bfloat16, float16 or float32; strategy="),
+    (dict(interpret="yes"), ArgumentError, r"^interpret: got 'yes', expected True or False"),
     (dict(router=9), ArgumentError, r"^k: got 9, expected 1 to 8"),
 ])
 def test_bad_arguments_of_the_entry(change, error, message):

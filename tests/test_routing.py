@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_warp_decode.errors import ArgumentError
+from jax_warp_decode.formats import quantize
 from jax_warp_decode.routers import ROUTERS, SCORING, Router
 from jax_warp_decode.routing import Routing, route
 
@@ -383,6 +384,7 @@ def test_a_router_is_a_static_argument():
     (lambda: Router(1, n_group=0), r"^n_group: got 0"),
     (lambda: Router(1, group_score="sum"), r"^group_score: got 'sum', expected one of \['top2', 'max'\]"),
     (lambda: Router(1, scale=float("nan")), r"^scale: got nan, expected a finite number"),
+    (lambda: Router(1, scale=1e39), r"^scale: got 1e\+39, expected a finite number, which float32 can hold"),
     (lambda: Router(1, scale=[2.5]), r"^scale: got list, expected a static number"),
     (lambda: Router(1, scale="2.5"), r"^scale: got str, expected a static number"),
     (lambda: Router(1, scoring=["softmax"]), r"^scoring: got \['softmax'\], expected one of"),
@@ -391,6 +393,8 @@ def test_a_router_is_a_static_argument():
     (lambda: route(jnp.zeros((1, 8)), Router(2, n_group=3, topk_group=2)), r"^n_group: got 3, expected a divisor.* 8"),
     (lambda: route(jnp.zeros((1, 8)), Router(2), renormalize=False), r"^renormalize: got False beside a Router"),
     (lambda: route(jnp.zeros((1, 8)), 2, bias=jnp.zeros(7)), r"^bias: got float32 \(7,\), expected .*\(8,\) = \[E\]"),
+    (lambda: route(quantize(jnp.zeros((1, 64)), "mxfp8"), 2), r"^logits: got mxfp8 \(1, 64\), .*; dequantise it"),
+    (lambda: route(jnp.zeros((1, 32)), 2, bias=quantize(jnp.zeros(32), "mxfp8")), r"^bias: got mxfp8 \(32,\), expec"),
     (lambda: route(jnp.zeros((1, 8)), 2, correction_bias=[0.0] * 8), r"^correction_bias: got list"),
     (lambda: route(jnp.zeros((1, 8)), 2, expert_scale=jnp.zeros(8, int)), r"^expert_scale: got int32"),
 ])
@@ -453,6 +457,8 @@ def test_check_works_under_jit():
     (np.zeros((2, 2), int), np.ones((2, 2), complex), r"^routing.weights: got dtype complex"),
     (np.zeros((2, 2), int), [["a", "b"]] * 2, r"^routing.weights: got list"),
     (np.zeros((2, 0), int), np.ones((2, 0)), r"^routing.ids: got K = 0"),
+    ([[0], [1, 2]], np.ones((2, 2)), r"^routing.ids: got list, expected an integer array or nested list \[T, K\]"),
+    (np.zeros((2, 32), int), quantize(jnp.ones((2, 32)), "mxfp8"), r"^routing.weights: got mxfp8 \(2, 32\), expected"),
 ])
 def test_bad_routing_is_named(ids, weights, message):
     with pytest.raises(ArgumentError, match=message):

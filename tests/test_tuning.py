@@ -11,14 +11,28 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from jax_warp_decode import ArgumentError, ExpertWeights, UnsupportedError, cli, tuned_table, tuning
+from jax_warp_decode import (
+    ArgumentError,
+    ExpertSharding,
+    ExpertWeights,
+    Routing,
+    UnsupportedError,
+    cli,
+    moe,
+    quantize,
+    tuned_table,
+    tuning,
+)
 from jax_warp_decode import autotune as tune
-from jax_warp_decode.explain import KERNELS, explain_config
-from jax_warp_decode.kernels import DownConfig, GateUpConfig, down, moe_down_3d_batched, moe_gate_up_3d_batched
+from jax_warp_decode.explain import KERNELS, explain, explain_config
+from jax_warp_decode.kernels import DownConfig, GateUpConfig, down, gate_up, moe_down_3d_batched, moe_gate_up_3d_batched
+from jax_warp_decode.kernels.down_tensor import DownTensorConfig
+from jax_warp_decode.kernels.gate_up_tensor import GateUpTensorConfig
+from jax_warp_decode.kernels.grouped_config import GroupedConfig
 from jax_warp_decode.measure import job as measured_job
 from jax_warp_decode.measure import timing
 from jax_warp_decode.measure.candidates import candidates
-from jax_warp_decode.measure.job import Job
+from jax_warp_decode.measure.job import Job, Result
 from jax_warp_decode.presets import PRESETS, Preset
 from jax_warp_decode.tuned_table import Entry
 
@@ -35,6 +49,23 @@ def entry(lanes=32, rows=1, unroll=2, **changes):
 
 def find(config=None, **changes):
     return tuning.find("moe_down", down.CONFIGS, config, **SHAPE | changes)
+
+
+def small_experts(format="bf16", E=4):
+    """Shapes of experts with the sizes of `SHAPE`."""
+    def weight(*shape):
+        w = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        return w if format == "bf16" else jax.eval_shape(functools.partial(quantize, format=format), w)
+
+    return ExpertWeights(weight(E, 64, 256), weight(E, 64, 256), weight(E, 256, 64))
+
+
+def trace_moe(experts):
+    """An interpreted call of `moe` with one token and two slots, as far as JAX traces it."""
+    S = jax.ShapeDtypeStruct
+    routing = jax.eval_shape(Routing, S((1, 2), jnp.int32), S((1, 2), jnp.float32))
+    jax.eval_shape(functools.partial(moe, strategy="warp_decode", interpret=True), S((1, 256), jnp.bfloat16), routing,
+                   experts)
 
 
 @pytest.fixture
@@ -126,6 +157,12 @@ def test_a_file_is_read_again_when_it_changes(files):
     ([dict(config={"lanes": 8, "rows": 1, "unroll": 1, "warps": 4})], ["warps=4", "DownConfig"]),
     ([dict(config={"lanes": 8, "rows": 1})], ["holds lanes=8, rows=1", "unroll"]),
     ([dict(config={"tiles": 1, "unroll": 1, "warps": 4, "parts": 1})], ["does not fit", "bf16"]),
+    ([dict(config={"lanes": True, "rows": 1, "unroll": 1})], ["holds lanes=True", "expected integers"]),
+    ([dict(T=10**400)], ["is no table"]),
+    ([dict(H=2**31)], ["is no table"]),
+    ({"schema": 2, "device_kind": DEVICE, "configs": {}}, ["is no table", "configs is {}"]),
+    ({"schema": 2, "device_kind": DEVICE, "configs": ""}, ["is no table", "configs is ''"]),
+    ([{}, dict(T=2), dict(us=9.0)], ["two entries are of moe_down bf16 H=256 I=64 K=2 T=1"]),
 ])
 def test_a_file_that_cannot_be_used_is_named_with_the_way_out(files, monkeypatch, content, words):
     user, _ = files
@@ -141,8 +178,9 @@ def test_a_file_that_cannot_be_used_is_named_with_the_way_out(files, monkeypatch
 
 def test_a_named_file_that_is_missing_or_a_folder_is_an_error(files, monkeypatch, tmp_path):
     monkeypatch.setenv(tuned_table.VARIABLE, str(tmp_path / "nowhere.json"))
-    with pytest.raises(ArgumentError, match="nowhere.json does not exist"):
+    with pytest.raises(ArgumentError, match="nowhere.json does not exist, but .* unset the variable") as error:
         find()
+    assert "delete" not in str(error.value)
     monkeypatch.setenv(tuned_table.VARIABLE, str(tmp_path))
     with pytest.raises(ArgumentError, match="cannot be read"):
         find()
@@ -184,9 +222,118 @@ def test_explain_config_names_the_source_of_both_kernels(files):
     assert "packaged.json" in found["moe_down"].source and found["moe_gate_up"].source.startswith("heuristic")
 
 
-def test_override_takes_configurations_only():
-    with pytest.raises(ArgumentError, match="expected a kernel configuration"):
-        tuning.override((32, 1, 4))
+def test_a_file_with_booleans_for_tiles_is_refused(files):
+    _, packaged = files
+    sizes = dict(format="mxfp4", T=1, K=2, H=256, I=64)
+    written = dataclasses.replace(entry(**sizes, kernel="moe_gate_up"), config={"tiles": True, "unroll": True})
+    tuned_table.write_entries(packaged, DEVICE, [written])
+    with pytest.raises(ArgumentError, match="packaged.json holds tiles=True, unroll=True for moe_gate_up, expected"):
+        tuning.find("moe_gate_up", gate_up.CONFIGS, None, **sizes)
+
+
+def test_what_another_version_measured_is_ignored_and_kept(files):
+    _, packaged = files
+    theirs = [entry(kernel="moe_sideways"), entry(format="mxfp2")]
+    tuned_table.write_entries(packaged, DEVICE, theirs)
+    assert find().source.startswith("heuristic")
+    tuned_table.write_entries(packaged, DEVICE, [entry(lanes=8, unroll=1)])
+    assert find().config == DownConfig(8, 1, 1)
+    assert all(dataclasses.asdict(e) in json.loads(packaged.read_text())["configs"] for e in theirs)
+
+
+@pytest.mark.parametrize("format", ["bf16", "mxfp8"])
+def test_explain_tells_what_an_interpreted_call_takes(files, monkeypatch, format):
+    user, _ = files
+    user.write_text("{")  # which an interpreted call does not read
+    monkeypatch.setenv(tuned_table.VARIABLE, str(user))
+    experts, real, taken = small_experts(format), tuning.find, {}
+
+    def recording(kernel, *args, **options):
+        taken[kernel] = real(kernel, *args, **options)
+        return taken[kernel]
+
+    monkeypatch.setattr(tuning, "find", recording)
+    trace_moe(experts)
+    called = dict(taken)
+    told = explain(experts, tokens=1, experts_per_token=2, x_dtype=jnp.bfloat16, strategy="warp_decode", interpret=True)
+    assert told.configs == called and list(called) == list(KERNELS)
+    assert explain_config(experts, tokens=1, experts_per_token=2, interpret=True) == called
+
+
+ASKS = {
+    "explain": functools.partial(explain, tokens=1, experts_per_token=2, x_dtype=jnp.bfloat16, strategy="warp_decode",
+                                 interpret=True),
+    "explain_config": functools.partial(explain_config, tokens=1, experts_per_token=2, interpret=True),
+    "moe": trace_moe}
+
+
+@pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)
+@pytest.mark.parametrize(("config", "message"), [
+    (DownConfig(3, 1, 1), r"lanes=3, rows=1 do not fit w_down"),
+    (GateUpConfig(8, 1, 2000), "got unroll=2000, expected 1 to 1024"),
+    (DownTensorConfig(1, 1, 4, 1), "got DownTensorConfig in the interpreter, expected DownConfig"),
+])
+def test_an_override_that_does_not_fit_is_named(ask, config, message):
+    with tuning.override(config), pytest.raises(ArgumentError, match=f"^tuning.override: {message}"):
+        ask(small_experts())
+
+
+def test_an_override_for_other_weights_is_named():
+    with tuning.override(DownTensorConfig(1, 1, 4, 1)), pytest.raises(
+            ArgumentError, match="^tuning.override: got DownTensorConfig.* for bf16 weights, expected"):
+        find()
+
+
+def test_explain_refuses_more_slots_than_experts():
+    experts = small_experts(E=8)
+    for ask in (explain_config, functools.partial(explain, x_dtype=jnp.bfloat16, strategy="reference")):
+        ask(experts, tokens=1, experts_per_token=8)
+        with pytest.raises(ArgumentError, match="^experts_per_token: got 99, expected at most E = 8"):
+            ask(experts, tokens=1, experts_per_token=99)
+
+
+def test_explain_of_a_share_may_have_more_slots_than_experts():
+    mesh = jax.sharding.AbstractMesh((4,), ("expert",))
+    told = explain(small_experts(), tokens=1, experts_per_token=4, x_dtype=jnp.bfloat16, strategy="warp_decode",
+                   interpret=True, sharding=ExpertSharding(mesh, expert_axis="expert"))
+    assert list(told.configs) == list(KERNELS)
+
+
+@pytest.mark.parametrize(("tokens", "sharding", "message"), [
+    (1, lambda mesh: mesh, "^sharding: got AbstractMesh, expected ExpertSharding"),
+    ("4", lambda mesh: ExpertSharding(mesh, token_axis="data"), "^tokens: got '4', expected a static integer"),
+    (3, lambda mesh: ExpertSharding(mesh, token_axis="data"), "^tokens: got 3, expected a multiple of 2"),
+])
+def test_explain_checks_the_question_about_a_mesh(tokens, sharding, message):
+    mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    with pytest.raises(ArgumentError, match=message):
+        explain(small_experts(), tokens=tokens, experts_per_token=2, x_dtype=jnp.bfloat16, sharding=sharding(mesh))
+
+
+@pytest.mark.parametrize(("configs", "message"), [
+    (((32, 1, 4),), "configs: got .32, 1, 4., expected a kernel configuration"),
+    ((GateUpConfig,), "configs: got .*, expected a kernel configuration"),
+    ((small_experts(),), "configs: got .*, expected a kernel configuration"),
+    ((GroupedConfig((16,), 3),), "configs: got .*, expected a kernel configuration"),
+    ((GateUpConfig([8], 1, 1),), r"tuning.override: got lanes=\[8\], expected an integer"),
+    ((DownConfig(8, 1, True),), "tuning.override: got unroll=True, expected an integer"),
+    ((GateUpConfig(8, 1, 1), DownConfig(8, 1, 1), GateUpConfig(16, 1, 1)),
+     r"configs: got GateUpConfig\(lanes=8.* and GateUpConfig\(lanes=16.*, expected one .* of moe_gate_up"),
+    ((DownTensorConfig(1, 1, 4, 1), DownConfig(8, 1, 1)), "configs: got .*, expected one .* of moe_down"),
+])
+def test_override_takes_one_configuration_per_kernel(configs, message):
+    with pytest.raises(ArgumentError, match=f"^{message}"):
+        tuning.override(*configs)
+
+
+@pytest.mark.parametrize("config", [
+    GateUpConfig("8", 1, 1), GateUpConfig(8, 1, True), GateUpConfig(8, 1.0, 1), GateUpTensorConfig("1", 1),
+    GateUpTensorConfig(None, 1), GateUpTensorConfig(1.0, 1), GateUpTensorConfig(True, 1), GateUpTensorConfig(1, [1]),
+    GateUpTensorConfig(0, 1), DownConfig(8, None, 1), DownTensorConfig("1", 1, 4, 1), DownTensorConfig(1, 1, 4.0, 1),
+    DownTensorConfig(1, 1, 4, True), DownTensorConfig(1, 1, 4, 0)], ids=str)
+def test_fields_of_a_configuration_are_integers(config):
+    with pytest.raises(ArgumentError, match="^config: got [a-z]+=.*, expected an integer of at least 1"):
+        config.check(256, 64, 2, "mxfp4")
 
 
 def test_override_reaches_the_kernels_and_compiled_functions_are_kept_apart():
@@ -352,6 +499,24 @@ def test_autotune_keeps_the_fastest_of_the_right_ones(interpreted, files, monkey
     kept = tuned_table.read_table(user, DEVICE).shapes["moe_gate_up", "bf16", 256, 64, 2][1]
     assert (kept.config["rows"], kept.us, kept.runner_up_us, kept.heuristic_us) == (2, 4.0, 8.0, None)
     assert kept.jax == jax.__version__
+
+
+def test_a_file_that_cannot_be_used_is_deleted_and_written_anew(files, monkeypatch):
+    user, _ = files
+    user.write_text("{")
+    monkeypatch.setenv(tuned_table.VARIABLE, str(user))
+    monkeypatch.setattr(tune, "no_gpu_reason", lambda: "")
+    monkeypatch.setattr(tune, "_workers", lambda jobs: 1)
+    found = entry(lanes=8, unroll=1)
+    monkeypatch.setattr(tune, "_results", lambda jobs, *_: [Result(job, (found,), ()) for job in jobs])
+    run = functools.partial(tune.autotune, [Job(SMALL, "bf16", 1)], console=Console(quiet=True))
+    for use in (find, run):
+        with pytest.raises(ArgumentError, match="delete the file, after which 'jax-warp-decode autotune' can write it"):
+            use()
+    user.unlink()
+    with pytest.raises(ArgumentError, match="let 'jax-warp-decode autotune' write the file"):
+        find()
+    assert run() == user and find().config == DownConfig(8, 1, 1)
 
 
 def test_a_job_in_a_process_of_its_own_reports_what_went_wrong():

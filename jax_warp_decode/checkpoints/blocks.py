@@ -134,6 +134,10 @@ class MoEFolder:
         self.opened = reader.open_folder(folder)
         self.family, self.architecture, self.spec, self.encoding = read_config(self.opened)
         self.layers = self.spec.layers
+        if not self.layers:
+            raise CheckpointError(
+                f"checkpoint: {self.opened.path} has no layer with experts by its config.json, expected at least one; "
+                "check num_hidden_layers and the fields that say which layers are dense")
         checked = slots.check(
             self.opened, (slot for n in self.layers for slot in self._layout(n)), self._dtype, self._unclaimed())
         self.slots: dict[int, list[slots.Slot]] = {n: [] for n in self.layers}

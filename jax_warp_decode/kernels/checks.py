@@ -1,12 +1,14 @@
 """What the two kernels refuse, and how they say so."""
 
+import contextlib
 import math
 
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_warp_decode.activations import Activation
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
-from jax_warp_decode.experts import Weight, weight_format
+from jax_warp_decode.experts import Weight, describe, is_float_array, plain_or, weight_format
 from jax_warp_decode.formats import QuantizedArray
 from jax_warp_decode.kernels import kernel_format
 from jax_warp_decode.kernels.expert_index import ExpertIndex
@@ -32,9 +34,11 @@ def _matches(name: str, a, want: tuple[int, ...], meaning: str) -> None:
         raise ArgumentError(f"{name}: got shape {a.shape}, expected {want} = {meaning}")
 
 
-def _dtype(name: str, a, allowed, way_out: str) -> None:
-    if jnp.dtype(a.dtype) not in allowed:
-        raise ArgumentError(f"{name}: got dtype {a.dtype}, expected {' or '.join(map(str, allowed))}; {way_out}")
+def dtype_of(name: str, a, allowed, way_out: str) -> None:
+    """Refuses an array of another dtype, and a quantised one, whose dtype is not that of its values."""
+    if not is_float_array(a) or jnp.dtype(a.dtype) not in allowed:
+        got = describe(a) if isinstance(a, QuantizedArray) else f"dtype {a.dtype}"
+        raise ArgumentError(f"{name}: got {got}, expected {' or '.join(map(str, allowed))}; {plain_or(a, way_out)}")
 
 
 def gate_up_shapes(x, ids, w_gate: Weight | None, w_up: Weight, b_gate, b_up, activation: Activation,
@@ -55,7 +59,7 @@ def gate_up_shapes(x, ids, w_gate: Weight | None, w_up: Weight, b_gate, b_up, ac
     _rank("w_up", w_up, f"{stack}EIH")
     _matches("w_up", w_up, (*stacked, I, H), f"[{axes}] as {name} {w.shape}")
     _matches("ids", ids, (T, ids.shape[1]), f"[T, K] with T from x {x.shape}")
-    _dtype("x", x, HALF, f"cast x, or {WAY_OUT} for float32 activations")
+    dtype_of("x", x, HALF, f"cast x, or {WAY_OUT} for float32 activations")
     format = format_of(name, w)
     if format_of("w_up", w_up) != format:
         raise ArgumentError(f"w_up: got {weight_format(w_up)}, expected {format}, the format of w_gate")
@@ -80,7 +84,7 @@ def down_shapes(h, ids, weights, w_down: Weight, b_down, index: ExpertIndex,
     _matches("ids", ids, (T, K), f"[T, K] as in h {h.shape}")
     _matches("weights", weights, (T, K), f"[T, K] as in h {h.shape}")
     format = format_of("w_down", w_down)
-    _dtype("h", h, dtypes or h_dtypes(format), f"cast h, for {format} weights")
+    dtype_of("h", h, dtypes or h_dtypes(format), f"cast h, for {format} weights")
     _bias("b_down", b_down, (*stacked, H), f"{stack}EH")
     return T, K, H, I, format
 
@@ -94,7 +98,10 @@ def _bias(name: str, b, want: tuple[int, ...], axes: str) -> None:
     if b is not None:
         _rank(name, b, axes)
         _matches(name, b, want, f"[{', '.join(axes)}] as the weights")
-        _dtype(name, b, OUT_DTYPES, "cast it")
+        if isinstance(b, QuantizedArray):
+            raise ArgumentError(f"{name}: got {describe(b)}, expected {' or '.join(map(str, OUT_DTYPES))}; "
+                                "biases are never quantised")
+        dtype_of(name, b, OUT_DTYPES, "cast it")
 
 
 def out_dtype(dtype) -> jnp.dtype:
@@ -113,7 +120,7 @@ def format_of(name: str, w: Weight) -> str:
     if isinstance(w, QuantizedArray):
         w.check(name)
         return w.format
-    _dtype(name, w, HALF, f"cast or quantise the weights, or {WAY_OUT}")
+    dtype_of(name, w, HALF, f"cast or quantise the weights, or {WAY_OUT}")
     return weight_format(w)
 
 
@@ -127,6 +134,7 @@ def dimensions(name: str, cols: int, n: int, format: str) -> None:
 
 def config_type(config, kinds: tuple[type, ...], interpret=False):
     """The config, or an error if it is another kernel's; of its classes, the interpreter can run the first."""
+    interpret_type(interpret)
     runnable = kinds[:1] if interpret else kinds
     if not isinstance(config, runnable):
         where = " in the interpreter" if isinstance(config, kinds) else ""
@@ -135,11 +143,41 @@ def config_type(config, kinds: tuple[type, ...], interpret=False):
     return config
 
 
+def interpret_type(interpret) -> None:
+    """Refuses what says neither that a kernel is interpreted nor that it is not."""
+    if not isinstance(interpret, bool | plgpu.InterpretGPUParams):
+        raise ArgumentError(f"interpret: got {interpret!r}, expected True or False")
+
+
+@contextlib.contextmanager
+def launching(kernel: str):
+    """Around the call of a kernel: says why there is no GPU to run it, where Pallas says that the CPU is none.
+
+    Only JAX knows what it compiles for, so nothing is asked before it does: a kernel that is traced here may be lowered
+    for another machine. Of one under a `jit` of the caller, Pallas' own error remains.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "Only interpret mode is supported on CPU" not in str(error):
+            raise
+        from jax_warp_decode.choose import no_gpu_reason  # it is built on top of the kernels
+
+        reason = no_gpu_reason() or "its operands lie on the CPU; put them on the GPU with jax.device_put"
+        raise UnsupportedError(f"{kernel}: cannot run: {reason}; or pass interpret=True to run it slowly on the CPU"
+                               ) from None
+
+
+def positive_integers(config) -> None:
+    """Refuses a config with other fields."""
+    for name, value in vars(config).items():
+        if type(value) is not int or value < 1:
+            raise ArgumentError(f"config: got {name}={value!r}, expected an integer of at least 1")
+
+
 def row_tile(cols: int, format: str, config) -> RowTile:
     """That of a config of lanes and rows; `config_fits` says whether it is one of a weight."""
-    for name in ("lanes", "rows"):
-        if type(value := getattr(config, name)) is not int or value < 1:
-            raise ArgumentError(f"config: got {name}={value!r}, expected an integer of at least 1")
+    positive_integers(config)
     return RowTile(cols, format, config.lanes, config.rows)
 
 

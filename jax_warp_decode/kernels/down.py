@@ -183,12 +183,14 @@ def moe_down_3d_batched(
         bias_dtype = None if b_down is None else jnp.dtype(b_down.dtype)
         spec = row_products.stored(w_down)
         kernel = down_tensor.build(T, K, H, I, spec, index, bias_dtype, h.dtype, out_dtype, config)
-        return kernel(*slots, h.reshape(T * K, I), *layers, *row_products.operands(index.flatten(w_down), spec),
-                      *(() if b_down is None else (index.flatten(b_down),)))
+        with checks.launching("moe_down_3d_batched"):
+            return kernel(*slots, h.reshape(T * K, I), *layers, *row_products.operands(index.flatten(w_down), spec),
+                          *(() if b_down is None else (index.flatten(b_down),)))
     rows = RowTile(I, format, config.lanes, config.rows, h.dtype, bool(interpret))
     kernel = _build(T, K, rows, H, index, b_down is not None, out_dtype, config.unroll,
                     compat.interpret_params(interpret))
-    y = kernel(*slots, rows.vector_operand(h), *layers,
-               *rows.weight_operands(index.flatten(w_down)),
-               *(() if b_down is None else (rows.row_operand(index.flatten(b_down)),)))
+    with checks.launching("moe_down_3d_batched"):
+        y = kernel(*slots, rows.vector_operand(h), *layers,
+                   *rows.weight_operands(index.flatten(w_down)),
+                   *(() if b_down is None else (rows.row_operand(index.flatten(b_down)),)))
     return y.reshape(T, H)

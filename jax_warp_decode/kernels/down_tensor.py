@@ -75,9 +75,10 @@ class DownTensorConfig:
 
     def check(self, H: int, I: int, K: int, format: str) -> None:
         """Raises `ArgumentError` if it does not fit."""
-        if min(self.tiles, self.unroll, self.parts) < 1 or self.warps not in (4, 8, 16) or K > MOST_SLOTS:
-            raise ArgumentError(f"config: got {self} with K = {K}, expected positive numbers, 4, 8 or 16 warps and at "
-                                f"most {MOST_SLOTS} slots")
+        checks.positive_integers(self)
+        if self.warps not in (4, 8, 16) or K > MOST_SLOTS:
+            raise ArgumentError(f"config: got {self} with K = {K}, expected 4, 8 or 16 warps and at most {MOST_SLOTS} "
+                                "slots")
         row_products.check(self, format, I, H, ROWS * self.tiles,
                            lambda: self.walk(I, FORMATS[format], split=True).shared(K))
 

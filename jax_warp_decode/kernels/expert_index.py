@@ -80,8 +80,12 @@ def check_layer(layer, layers: int) -> jax.Array:
         raise ArgumentError(f"layer: got {got.dtype} {got.shape}, expected an integer scalar")
     else:
         known = None if isinstance(got, jax.core.Tracer) else int(got)
+    if layers < 1:
+        raise ArgumentError("layer: got a stack of no layers, expected weights of at least one")
+    if known is None and got.dtype.itemsize <= 4:
+        return jnp.asarray(got, jnp.int32)
     if known is None:  # a traced number that does not fit int32 must stay outside the range
-        return jnp.asarray(jnp.clip(got, -1, layers) if got.dtype.itemsize > 4 else got, jnp.int32)
+        return jnp.where((got >= 0) & (got < layers), got.astype(jnp.int32), jnp.int32(-1))
     if not 0 <= known < layers:
         raise ArgumentError(f"layer: got {known}, expected 0 <= layer < {layers}, the layers of the stacked weights")
     return jnp.int32(known)

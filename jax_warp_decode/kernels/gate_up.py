@@ -180,6 +180,7 @@ def moe_gate_up_3d_batched(
                         compat.interpret_params(interpret))
         view, parts = rows.vector_operand(x), rows.weight_operands
     weights = [part for w in (w_gate, w_up) if w is not None for part in parts(index.flatten(w))]
-    h = kernel(ids.reshape(-1), view, *layers, *weights,
-               *(rows.row_operand(index.flatten(b)) for b in biases if b is not None))
+    with checks.launching("moe_gate_up_3d_batched"):
+        h = kernel(ids.reshape(-1), view, *layers, *weights,
+                   *(rows.row_operand(index.flatten(b)) for b in biases if b is not None))
     return h.reshape(T, K, I)

@@ -22,7 +22,6 @@ from jaxlib.mlir.dialects import arith, vector
 
 from jax_warp_decode import compat
 from jax_warp_decode.activations import Activation
-from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.gradients import without_gradient
 from jax_warp_decode.kernels import checks, row_activations, row_products, simt, tile
 from jax_warp_decode.kernels.expert_index import ExpertIndex, take
@@ -54,8 +53,7 @@ class GateUpTensorConfig:
 
     def check(self, H: int, I: int, K: int, format: str) -> None:
         """Raises `ArgumentError` if it does not fit."""
-        if min(self.tiles, self.unroll) < 1:
-            raise ArgumentError(f"config: got {self}, expected positive numbers")
+        checks.positive_integers(self)
         row_products.check(self, format, H, I, QUAD * 8 * self.tiles, lambda: self.walk(H, FORMATS[format]).shared(1))
 
     def walk(self, H: int, spec: NarrowFormat) -> Walk:

@@ -27,7 +27,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_warp_decode import compat
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
+from jax_warp_decode.experts import describe, is_float_array
 from jax_warp_decode.gradients import without_gradient
+from jax_warp_decode.kernels import checks
 from jax_warp_decode.kernels.cluster_exchange import ClusterExchange, InterpretedExchange
 from jax_warp_decode.kernels.prefetch import prefetch_lines
 from jax_warp_decode.kernels.row_norm import RowNorm, walk
@@ -262,8 +264,9 @@ def moe_router(
     """Softmax router of few tokens in one launch: logits, softmax, the K largest and their weights, all in float32.
 
     Same choices as `routing.route` on the logits of this kernel: distinct ids in range for any input bits, best first,
-    ties to the lower id (equal rows of w_router tie exactly), NaN below everything; weights as there. Logits of another
-    program may differ in the last bits, as it adds in another order.
+    ties to the lower id (equal rows of w_router tie exactly), NaN below everything; weights as there. A NaN logit of
+    any expert, chosen or not, makes the weights of its token NaN. Logits of another program may differ in the last
+    bits, as it adds in another order.
 
     Args:
       x: [T, H] bfloat16 or float16.
@@ -278,7 +281,7 @@ def moe_router(
       ids int32 [T, k] and weights float32 [T, k].
 
     Raises:
-      ArgumentError: wrong rank, shape or dtype, k out of range, or a config that does not fit.
+      ArgumentError: wrong rank, shape or dtype, a quantised array, k out of range, or a config that does not fit.
       UnsupportedError: E or H that the kernel cannot spread over a cluster. It takes E in multiples of 8 up to 512 that
         divide evenly enough, and H in multiples of 32 from one step of a warp (256, or 128 with float32 weights).
 
@@ -334,11 +337,12 @@ def normed_moe_router(
 
 
 def _run(x, gain, eps, w_router, k, renormalize, config, interpret) -> tuple[jax.Array, ...]:
+    checks.interpret_type(interpret)
     T, E, H, k = _check(x, w_router, k)
     if eps is not None:
-        dtype, shape = getattr(gain, "dtype", type(gain).__name__), getattr(gain, "shape", "")
-        if dtype not in W_DTYPES or shape != (H,):
-            raise ArgumentError(f"gain: got {dtype} {shape}, expected [H] = [{H}] of {' or '.join(map(str, W_DTYPES))}")
+        if not is_float_array(gain) or jnp.dtype(gain.dtype) not in W_DTYPES or gain.shape != (H,):
+            raise ArgumentError(f"gain: got {describe(gain)}, expected [H] = [{H}] of "
+                                f"{' or '.join(map(str, W_DTYPES))}")
     itemsize = jnp.dtype(w_router.dtype).itemsize
     if T == 0:
         return jnp.zeros((0, k), jnp.int32), jnp.zeros((0, k), jnp.float32), *([] if gain is None else [x])
@@ -349,6 +353,7 @@ def _run(x, gain, eps, w_router, k, renormalize, config, interpret) -> tuple[jax
             T, E, H, itemsize, gain is not None)
     if not isinstance(config, RouterConfig):
         raise ArgumentError(f"config: got {type(config).__name__}, expected RouterConfig or None")
+    checks.positive_integers(config)
     # Without a cluster the stores into other CTAs' memory are an illegal instruction, also where the CTA is its own.
     least = 1 if interpret else 2
     fits = (config.cluster in CLUSTERS and config.cluster >= least
@@ -361,14 +366,15 @@ def _run(x, gain, eps, w_router, k, renormalize, config, interpret) -> tuple[jax
                     compat.interpret_params(interpret))
     rows = RowTile(H, FORMATS[itemsize], LANES, config.rows(E))
     vectors = [rows.vector_operand(a) for a in (x, gain) if a is not None]
-    ids, weights, *h = kernel(*vectors, *rows.weight_operands(w_router[None]))
+    with checks.launching("moe_router"):
+        ids, weights, *h = kernel(*vectors, *rows.weight_operands(w_router[None]))
     return ids, weights, *(a.reshape(T, H) for a in h[:gain is not None])
 
 
 def refusal(E: int, H: int, itemsize: int) -> str:
     """Why the kernel cannot take a router weight [E, H], or an empty string."""
     least = LANES * LOAD_BYTES // itemsize
-    if E % (2 * WARPS) or E > MAX_EXPERTS:  # at least two CTAs
+    if not 0 < E <= MAX_EXPERTS or E % (2 * WARPS):  # at least two CTAs
         return f"got E = {E}, expected a multiple of {2 * WARPS} up to {MAX_EXPERTS}"
     if H % LANES or H < least:
         return f"got H = {H}, expected a multiple of {LANES} of at least {least}"
@@ -383,8 +389,7 @@ def _check(x, w_router, k) -> tuple[int, int, int, int]:
             raise ArgumentError(f"{name}: got {type(a).__name__}, expected an array {axes}")
         if a.ndim != 2:
             raise ArgumentError(f"{name}: got shape {a.shape}, expected {axes}")
-        if jnp.dtype(a.dtype) not in dtypes:
-            raise ArgumentError(f"{name}: got dtype {a.dtype}, expected {' or '.join(map(str, dtypes))}; {WAY_OUT}")
+        checks.dtype_of(name, a, dtypes, WAY_OUT)
     (T, H), (E, _) = x.shape, w_router.shape
     if w_router.shape[1] != H:
         raise ArgumentError(

@@ -67,7 +67,8 @@ def moe_gate_up_shared(
     T, K, H, I, format = checks.gate_up_shapes(x, ids, w_gate, w_up, b_gate, b_up, activation, index)
     if x.dtype != jnp.bfloat16:
         raise UnsupportedError(f"x: got {x.dtype}, 'shared_decode' takes bfloat16; {checks.WAY_OUT}")
-    shared_common.stream_format("w_gate", w_gate)
+    for name, w in (("w_gate", w_gate), ("w_up", w_up)):
+        shared_common.stream_format(name, w)
     if T * K == 0:
         return jnp.zeros((T, K, I), out_dtype)
     config = shared_common.check_sizes("w_gate", I, H, T, K, E, format, 2, config)

@@ -129,8 +129,8 @@ class MoE(nnx.Module):
                 raise ArgumentError(f"{name}: got {of_name!r}, expected a floating dtype such as bfloat16")
         for name, init in (("kernel_init", kernel_init), ("bias_init", bias_init)):
             if not callable(init):
-                raise ArgumentError(f"{name}: got {init!r}, expected an initialiser, (key, shape, dtype) -> array, such as "
-                                    "those of jax.nn.initializers")
+                raise ArgumentError(f"{name}: got {init!r}, expected an initialiser, (key, shape, dtype) -> array, "
+                                    "such as those of jax.nn.initializers")
         if not callable(getattr(rngs, "params", None)):
             raise ArgumentError(f"rngs: got {type(rngs).__name__}, expected nnx.Rngs, such as nnx.Rngs(0)")
         if num_experts_per_token > num_experts:

@@ -19,7 +19,8 @@ from jax_warp_decode.models.settings import (
 from jax_warp_decode.routers import Router
 
 _EXPECTED = {
-    int: "an integer of at least 1", float: "a finite number above 0", bool: "true or false", str: "a string"}
+    int: "an integer of at least 1", float: "a number above 0 which float32 can hold", bool: "true or false",
+    str: "a string"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import operator
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ from jax.typing import ArrayLike
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.models.cache import KVCache
 from jax_warp_decode.models.sampling import sample
+from jax_warp_decode.routers import static_integer
 
 # Normal float32 numbers: devices may flush smaller ones to 0.
 MIN_TEMPERATURE, MAX_TEMPERATURE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -100,7 +100,11 @@ class Generation:
 
 
 def _check_prompt(prompt, vocab_size: int) -> np.ndarray:
-    prompt = np.asarray(prompt)
+    try:
+        prompt = np.asarray(prompt)
+    except (TypeError, ValueError):  # such as rows of several lengths
+        raise ArgumentError(f"prompt_tokens: got {type(prompt).__name__}, expected [B, S] integers, prompts of equal "
+                            "length") from None
     if prompt.ndim != 2 or 0 in prompt.shape:
         raise ArgumentError(
             f"prompt_tokens: got shape {prompt.shape}, expected [B, S] with at least one sequence of at least one "
@@ -112,6 +116,29 @@ def _check_prompt(prompt, vocab_size: int) -> np.ndarray:
         raise ArgumentError(
             f"prompt_tokens: got id {bad}, expected 0 <= id < {vocab_size} (vocab_size); use the model's own tokenizer")
     return prompt.astype(np.int32)
+
+
+def _check_temperature(temperature) -> float:
+    try:
+        if isinstance(temperature, str):
+            raise TypeError
+        value = float(temperature)
+    except (TypeError, ValueError):
+        raise ArgumentError(f"temperature: got {temperature!r}, expected a number") from None
+    if not (value == 0.0 or MIN_TEMPERATURE <= value <= MAX_TEMPERATURE):
+        raise ArgumentError(
+            f"temperature: got {value}, expected a finite number >= 0, and above 0 from {MIN_TEMPERATURE:.3g} to "
+            f"{MAX_TEMPERATURE:.3g}; 0 takes the most likely token")
+    return value
+
+
+def _check_key(rng) -> None:
+    """Refuses what is no single key: neither of `jax.random.key` nor a raw one."""
+    dtype, ndim = getattr(rng, "dtype", None), getattr(rng, "ndim", None)
+    typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    if not (typed and ndim == 0 or dtype == jnp.uint32 and ndim == 1):
+        got = type(rng).__name__ if dtype is None else f"{dtype} {rng.shape}"
+        raise ArgumentError(f"rng: got {got}, expected one key; make it with jax.random.key(seed)")
 
 
 def generate(
@@ -159,7 +186,7 @@ def generate(
     """
     prompt = _check_prompt(prompt_tokens, model.config.vocab_size)
     batch, length = prompt.shape
-    max_new_tokens = operator.index(max_new_tokens)
+    max_new_tokens = static_integer("max_new_tokens", max_new_tokens, "of at least 1")
     if max_new_tokens < 1:
         raise ArgumentError(f"max_new_tokens: got {max_new_tokens}, expected at least 1")
     needed, limit = length + max_new_tokens, model.config.max_position_embeddings
@@ -171,15 +198,14 @@ def generate(
         raise ArgumentError(
             f"max_new_tokens: got {max_new_tokens} after a prompt of {length} tokens, expected at most "
             f"{limit - length}: the model's max_position_embeddings is {limit}; shorten the prompt or ask for less")
-    max_len = needed if max_len is None else operator.index(max_len)
+    max_len = needed if max_len is None else static_integer("max_len", max_len, "of at least 1")
     if not needed <= max_len <= limit:
         raise ArgumentError(
             f"max_len: got {max_len}, expected {needed} (prompt and new tokens) <= max_len <= {limit} "
             f"(max_position_embeddings)")
-    if not (temperature == 0.0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE):
-        raise ArgumentError(
-            f"temperature: got {temperature}, expected a finite number >= 0, and above 0 from {MIN_TEMPERATURE:.3g} to "
-            f"{MAX_TEMPERATURE:.3g}; 0 takes the most likely token")
+    temperature = _check_temperature(temperature)
+    if rng is not None:
+        _check_key(rng)
     if (rng is not None) != (temperature > 0.0):
         raise ArgumentError(
             f"rng: got {'None' if rng is None else 'a key'} with temperature {temperature}, expected a key only when "

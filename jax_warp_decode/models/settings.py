@@ -1,10 +1,11 @@
 """Reads the fields of a Hugging Face config.json: right type, bounded, or one error that names the field."""
 
 import dataclasses
-import math
 import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+import numpy as np
 
 from jax_warp_decode.activations import ACTIVATIONS, Activation
 from jax_warp_decode.errors import ArgumentError
@@ -12,6 +13,7 @@ from jax_warp_decode.errors import ArgumentError
 # Bounds of a size. Far beyond any model, and small enough that work which counts up to one of them ends.
 MAX_SIZE = 2**31 - 1
 MAX_LAYERS = 2**12
+LEAST_FLOAT, MOST_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 # What a config.json calls some of our activations. All of its activations are gated; "relu2" is so there, and not here.
 ALIASES = {"swish": "silu", "gelu": "gelu_erf", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -68,7 +70,7 @@ class Settings:
         if value is default:
             return value
         if not is_positive(value):
-            raise ArgumentError(f"{names[0]}: got {show(value)}, expected a finite number above 0")
+            raise ArgumentError(f"{names[0]}: got {show(value)}, expected a number above 0 which float32 can hold")
         return float(value)
 
     def flag(self, *names: str, default: Any = _REQUIRED) -> Any:
@@ -127,10 +129,10 @@ def is_integer(value: Any) -> bool:
 
 
 def is_positive(value: Any) -> bool:
-    """Whether a number from JSON is above 0 and fits a float; an integer may be larger than any float."""
+    """Whether a number from JSON is above 0 and fits a float32, in which models compute."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
-        return value > 0 and math.isfinite(float(value))
+        return LEAST_FLOAT <= float(value) <= MOST_FLOAT
     except OverflowError:
         return False

@@ -50,9 +50,9 @@ def refusal(tokens: int, experts_per_token: int, experts: ExpertWeights, x_dtype
     if jnp.dtype(x_dtype) != jnp.bfloat16:
         return f"x is {jnp.dtype(x_dtype)}, the kernels take bfloat16"
     try:
+        formats = {name: shared_common.stream_format(name, w) for name, w in experts.weights.items()}
         for name, w, matrices in _matrices(experts):
-            format = shared_common.stream_format(name, w)
-            n, cols = w.shape[-2:]
+            format, (n, cols) = formats[name], w.shape[-2:]
             shared_common.check_sizes(
                 name, n, cols, tokens, experts_per_token, experts.num_experts, format, matrices)
     except (ArgumentError, UnsupportedError) as error:
