@@ -5,6 +5,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 # Supported window, both ends tested. jax 0.12.0.1 is a post-release of 0.12.0.
 JAX_WINDOW = ("0.11.2", "0.12.0.1")
+PLUGIN_LOGGER = "jax._src.xla_bridge"  # says which plugins do not load
 
 
 def store_unaligned(ref, value: jax.Array) -> None:

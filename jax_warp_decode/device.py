@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from jax_warp_decode.compat import JAX_WINDOW
+from jax_warp_decode.compat import JAX_WINDOW, PLUGIN_LOGGER
 
 HOPPER = "9.0"
 H200_SMS = 132
@@ -76,7 +76,7 @@ def plugin_errors() -> Iterator[list[str]]:
             errors.append(str(error))
         return error is None
 
-    logger = logging.getLogger("jax._src.xla_bridge")
+    logger = logging.getLogger(PLUGIN_LOGGER)
     logger.addFilter(keep)
     try:
         yield errors
