@@ -8,10 +8,13 @@ from jax.typing import DTypeLike
 
 from jax_warp_decode import tuning
 from jax_warp_decode.choose import Choice, choose
+from jax_warp_decode.device import capability
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.experts import ExpertWeights, check_experts
 from jax_warp_decode.kernels import checks, down, gate_up
+from jax_warp_decode.kernels.shared_common import SharedConfig
 from jax_warp_decode.parallel import ExpertSharding, check_sharding
+from jax_warp_decode.paths import grouped_layer, shared_decode, warp_decode
 from jax_warp_decode.routers import static_integer
 
 # The config classes of each kernel, by the name that its measurements carry; see `tuning.rule_of_thumb`.
@@ -66,8 +69,25 @@ def _configs(experts: ExpertWeights, tokens: int, experts_per_token: int, interp
                                 interpret=bool(interpret)) for kernel, kinds in KERNELS.items()}
 
 
+def _shared_configs(experts: ExpertWeights, tokens: int, K: int, interpret: bool) -> dict[str, tuning.Found]:
+    """Of `shared_decode`, whose kernels have a heuristic alone."""
+    H, I, common = experts.hidden, experts.intermediate, (tokens, K, experts.num_experts, experts.format)
+    return {name: tuning.Found(SharedConfig.heuristic(*common[:3], cols, common[3], matrices), "heuristic")
+            for name, cols, matrices in (("moe_gate_up_shared", H, 2), ("moe_down_shared", I, 1))}
+
+
 # Strategies whose kernels have configurations to tell.
-CONFIGS = {"warp_decode": _configs}
+CONFIGS = {"warp_decode": _configs, "shared_decode": _shared_configs}
+
+
+def _temporary_bytes(strategy: str, experts: ExpertWeights, tokens: int, K: int, x_dtype) -> int | None:
+    if strategy == "warp_decode":
+        return tokens * K * experts.intermediate * warp_decode.intermediate_dtype(experts, tokens, K).dtype.itemsize
+    if strategy == "shared_decode":
+        return shared_decode.temporary_bytes(tokens, K, experts)
+    if strategy == "expert_centric" and capability() and not grouped_layer.refusal(x_dtype, experts):
+        return grouped_layer.temporary_bytes(tokens, K, experts)
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +97,17 @@ class Explanation:
     Attributes:
       choice: the strategy and the reason for it.
       configs: {kernel: `tuning.Found(config, source)`}, of the strategies in `CONFIGS`.
+      temporary_bytes: of device memory, besides arguments and result; None where XLA decides, see `choice.warning`.
     """
 
     choice: Choice
     configs: dict[str, tuning.Found]
+    temporary_bytes: int | None = None
 
     def __str__(self) -> str:
         lines = [f"{name}: {found.config} ({found.source})" for name, found in self.configs.items()]
+        if self.temporary_bytes is not None:
+            lines.append(f"temporaries: {self.temporary_bytes:,} bytes")
         return "\n  ".join([str(self.choice), *lines])
 
 
@@ -125,7 +149,9 @@ def explain(experts: ExpertWeights, *, tokens: int, experts_per_token: int, x_dt
     configs = {}
     if tokens and choice.strategy in CONFIGS:
         configs = CONFIGS[choice.strategy](experts, tokens, experts_per_token, interpret)
-    return Explanation(choice, configs)
+    known = not export.is_symbolic_dim(tokens)
+    temporary = _temporary_bytes(choice.strategy, experts, tokens, experts_per_token, x_dtype) if known else None
+    return Explanation(choice, configs, temporary)
 
 
 def _batch_axes(sharding) -> tuple[str, ...]:

@@ -1,16 +1,18 @@
 """What `auto` takes for small layers, warns of, and refuses. How well it orders measured times: tests/test_bench.py."""
 
 import dataclasses
+import importlib
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_warp_decode import ArgumentError, ExpertWeights, UnsupportedError, choose, demo, quantize
+from jax_warp_decode import ArgumentError, ExpertWeights, UnsupportedError, choose, demo, explain, quantize
 from jax_warp_decode.checkpoints import load_moe_blocks
 from jax_warp_decode.formats import FORMATS
 from jax_warp_decode.kernels.shared_gate_up import moe_gate_up_shared
 
+explain_module = importlib.import_module("jax_warp_decode.explain")  # its function has the same name
 W = jax.ShapeDtypeStruct((8, 64, 64), jnp.bfloat16)
 EXPERTS = ExpertWeights(W, W, W)
 DENSE = {"f16": jnp.float16, "f32": jnp.float32}
@@ -108,3 +110,22 @@ def test_the_gate_up_kernel_of_shared_decode_looks_at_both_its_matrices():
     for name, pair in (("w_gate", (narrow, w)), ("w_up", (w, narrow))):
         with pytest.raises(UnsupportedError, match=f"{name}: got fp8_block128 .* with bfloat16 scales"):
             moe_gate_up_shared(jnp.ones((1, 512), jnp.bfloat16), jnp.array([[0, 1]]), *pair, interpret=True)
+
+
+@pytest.mark.parametrize("format,tokens,strategy,kernels,temporary", [
+    ("bf16", 1, "warp_decode", ["moe_gate_up", "moe_down"], 8 * 768 * 4),
+    ("bf16", 32, "shared_decode", ["moe_gate_up_shared", "moe_down_shared"], 256 * (768 * 2 + 2048 * 4)),
+    ("mxfp8", 32, "shared_decode", ["moe_gate_up_shared", "moe_down_shared"], 256 * (768 * 4 + 2048 * 4)),
+    ("fp8_channel", 8192, "expert_centric", [], None)])
+def test_explain_tells_configurations_and_temporaries(format, tokens, strategy, kernels, temporary):
+    ask = dict(tokens=tokens, experts_per_token=8, x_dtype="bfloat16", interpret=True)
+    told = explain(stored(128, 2048, 768, format), **ask)
+    assert (told.choice.strategy, list(told.configs), told.temporary_bytes) == (strategy, kernels, temporary)
+    assert all(name in str(told) for name in kernels) and ("temporaries: " in str(told)) == bool(temporary)
+
+
+def test_explain_tells_what_the_grouped_kernels_allocate(monkeypatch):
+    monkeypatch.setattr(explain_module, "capability", lambda: "9.0")
+    ask = dict(tokens=4096, experts_per_token=8, x_dtype="bfloat16", interpret=True)
+    told = explain(stored(128, 2048, 768, "mxfp8"), **ask)
+    assert told.choice.strategy == "expert_centric" and told.temporary_bytes < 2 * 40_000 * (2048 + 768)
