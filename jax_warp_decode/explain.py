@@ -82,7 +82,7 @@ CONFIGS = {"warp_decode": _configs, "shared_decode": _shared_configs}
 
 def _temporary_bytes(strategy: str, experts: ExpertWeights, tokens: int, K: int, x_dtype) -> int | None:
     if strategy == "warp_decode":
-        return tokens * K * experts.intermediate * warp_decode.intermediate_dtype(experts, tokens, K).dtype.itemsize
+        return warp_decode.temporary_bytes(tokens, K, experts)
     if strategy == "shared_decode":
         return shared_decode.temporary_bytes(tokens, K, experts)
     if strategy == "expert_centric" and capability() and not grouped_layer.refusal(x_dtype, experts):

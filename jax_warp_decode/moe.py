@@ -6,7 +6,7 @@ from jax.typing import DTypeLike
 
 from jax_warp_decode import batch_axes, placement, varying
 from jax_warp_decode.activations import Activation, get_activation
-from jax_warp_decode.choose import TABLE, choose, no_gpu_reason, warn_if_slow
+from jax_warp_decode.choose import TABLE, decide, no_gpu_reason, warn_if_slow
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import DENSE_FORMATS, ExpertWeights, check_experts
 from jax_warp_decode.kernels import checks
@@ -107,7 +107,7 @@ def apply(x, routing, experts, *, layer, activation, strategy, activation_format
     if activation_format and strategy == "auto":
         strategy = "expert_centric"
     try:
-        choice = choose(x.shape[0], experts, experts_per_token=routing.ids.shape[1], x_dtype=x.dtype, strategy=strategy,
+        choice = decide(x.shape[0], experts, experts_per_token=routing.ids.shape[1], x_dtype=x.dtype, strategy=strategy,
                         interpret=interpret)
     except UnsupportedError as error:
         if not TABLE[strategy].decode or interpret or not no_gpu_reason():

@@ -21,9 +21,9 @@ from jax.typing import DTypeLike
 
 from jax_warp_decode import batch_axes, placement
 from jax_warp_decode import exchange as exchanges
-from jax_warp_decode.choose import choose, warn_if_slow
+from jax_warp_decode.choose import decide, warn_if_slow
 from jax_warp_decode.errors import ArgumentError
-from jax_warp_decode.experts import ExpertWeights, check_experts
+from jax_warp_decode.experts import ExpertWeights, check_experts, describe, is_float_array
 from jax_warp_decode.formats import FORMATS, QuantizedArray
 from jax_warp_decode.kernels import checks
 from jax_warp_decode.moe import apply, check_operands
@@ -319,7 +319,7 @@ def _share(x, routing, experts, weight=None, *, expert_axes, tensor_axes, layer,
         routing = Routing(local_ids(ids, me * jnp.int32(E), E) if expert_axes else ids, routing.weights)
     if strategy == "auto" and options["activation_format"]:  # as in `moe`
         strategy = "expert_centric"
-    choice = choose(
+    choice = decide(
         math.prod(rows), experts, experts_per_token=routing.ids.shape[-1], x_dtype=x.dtype, strategy=strategy,
         interpret=options["interpret"], shares=shares)
     warn_if_slow(choice, strategy)
@@ -371,10 +371,9 @@ def _check_shared(x, shared, weight, options):
         return
     if shared is None:
         raise ArgumentError("shared_weight: got an array without shared experts, expected None")
-    got = f"{weight.dtype}{list(weight.shape)}" if hasattr(weight, "dtype") else type(weight).__name__
-    if not (hasattr(weight, "dtype") and jnp.issubdtype(weight.dtype, jnp.floating)
-            and weight.shape == (*x.shape[:-1], 1)):
-        raise ArgumentError(f"shared_weight: got {got}, expected floats {list((*x.shape[:-1], 1))}, one for each token")
+    want = (*x.shape[:-1], 1)
+    if not is_float_array(weight) or weight.shape != want:
+        raise ArgumentError(f"shared_weight: got {describe(weight)}, expected floats {want}, one for each token")
     if options.get("weight_on") == "input":
         raise ArgumentError("shared_weight: got an array with weight_on='input', expected None; it is a factor of the "
                             "output")

@@ -50,8 +50,7 @@ def layer_case(name, fmt, T, x_dtype=jnp.bfloat16):
     experts = ExpertWeights(_weight(fmt, E, I, H), _weight(fmt, E, I, H), _weight(fmt, E, H, I))
     routing = Routing(S((T, K), jnp.int32), S((T, K), jnp.float32))
     run = functools.partial(warp_decode.run, activation=get_activation("silu"))
-    intermediate = T * K * I * jnp.dtype(warp_decode.intermediate_dtype(experts, T, K)).itemsize
-    limits = dict(limits_of(T, K, H, I, fmt), max_temp_bytes=max(intermediate, 256))
+    limits = dict(limits_of(T, K, H, I, fmt), max_temp_bytes=max(warp_decode.temporary_bytes(T, K, experts), 256))
     return f"layer-{name}-{fmt}-T{T}", run, (x, routing, experts), limits
 
 

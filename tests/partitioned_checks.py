@@ -174,7 +174,7 @@ def test_shared_experts_that_do_not_fit():
     routed, placed = sharding.shard(routed), sharding.of_shared.shard(shared)
     with pytest.raises(ArgumentError, match=r"shared\.w_gate: got .*expected .*ExpertSharding.shard"):
         moe_sharded(x, routing, routed, sharding, shared=shared)
-    with pytest.raises(ArgumentError, match=r"shared_weight: got .*\[8, 2\], expected floats \[8, 1\]"):
+    with pytest.raises(ArgumentError, match=r"shared_weight: got .*\(8, 2\), expected floats \(8, 1\)"):
         moe_sharded(x, routing, routed, sharding, shared=placed, shared_weight=jnp.ones((8, 2)))
     with pytest.raises(ArgumentError, match="shared_weight: got an array without shared experts"):
         moe_sharded(x, routing, routed, sharding, shared_weight=gate)

@@ -128,4 +128,5 @@ def test_explain_tells_what_the_grouped_kernels_allocate(monkeypatch):
     monkeypatch.setattr(explain_module, "capability", lambda: "9.0")
     ask = dict(tokens=4096, experts_per_token=8, x_dtype="bfloat16", interpret=True)
     told = explain(stored(128, 2048, 768, "mxfp8"), **ask)
-    assert told.choice.strategy == "expert_centric" and told.temporary_bytes < 2 * 40_000 * (2048 + 768)
+    assert told.choice.strategy == "expert_centric"
+    assert 4096 * 8 < told.temporary_bytes / 2 / (2048 + 768) < 40_000  # rows, some of them to fill up tiles

@@ -189,7 +189,7 @@ def test_the_heuristic_fits_every_size_that_is_not_refused():
     (1, 128, 16, 2), (4, 128, 16, 2), (8, 128, 8, 2), (40, 128, 8, 2), (1, 256, 16, 2), (8, 256, 8, 4), (8, 512, 16, 4),
     (1, 64, 16, 1)])
 def test_eight_tokens_take_clusters_of_eight(tokens, experts, cluster, warpgroups):
-    """As bench/results/router.json has it; with more experts a warp would have more than two."""
+    """As bench/results/router-sweep.json has it; with more experts a warp would have more than two."""
     config = RouterConfig.heuristic(tokens, experts, 2048, 2)
     assert (config.cluster, config.warpgroups) == (cluster, warpgroups)
 

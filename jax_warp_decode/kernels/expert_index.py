@@ -84,7 +84,7 @@ def check_layer(layer, layers: int) -> jax.Array:
         raise ArgumentError("layer: got a stack of no layers, expected weights of at least one")
     if known is None and got.dtype.itemsize <= 4:
         return jnp.asarray(got, jnp.int32)
-    if known is None:  # a traced number that does not fit int32 must stay outside the range
+    if known is None:  # what does not fit int32 must stay outside the range; in a scan this would be a launch a layer
         return jnp.where((got >= 0) & (got < layers), got.astype(jnp.int32), jnp.int32(-1))
     if not 0 <= known < layers:
         raise ArgumentError(f"layer: got {known}, expected 0 <= layer < {layers}, the layers of the stacked weights")

@@ -65,7 +65,7 @@ class RouterConfig:
 
     @classmethod
     def heuristic(cls, T: int, E: int, H: int, itemsize: int, normed: bool = False) -> "RouterConfig":
-        """What was fastest on an H200 for 1 to 8 tokens (bench/results/router.json), and its like for other sizes."""
+        """What was fastest on an H200 for 1 to 8 tokens (bench/results/router-sweep.json); its like for other sizes."""
 
         def cost(pair):
             cluster, warpgroups = pair

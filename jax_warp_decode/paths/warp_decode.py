@@ -37,6 +37,20 @@ def intermediate_dtype(experts: ExpertWeights, T: int, K: int):
     return jnp.float32 if tensor and jnp.float32 in checks.h_dtypes(experts.format) else jnp.bfloat16
 
 
+def temporary_bytes(tokens: int, experts_per_token: int, experts: ExpertWeights) -> int:
+    """Device memory that a call takes besides its arguments and result: the intermediate [T, K, I].
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_warp_decode import ExpertWeights
+      >>> w = jax.ShapeDtypeStruct((8, 64, 128), jnp.bfloat16)
+      >>> temporary_bytes(1, 2, ExpertWeights(w, w, jax.ShapeDtypeStruct((8, 128, 64), jnp.bfloat16)))
+      512
+    """
+    width = jnp.dtype(intermediate_dtype(experts, tokens, experts_per_token)).itemsize
+    return tokens * experts_per_token * experts.intermediate * width
+
+
 @functools.cache
 def _op(activation: Activation, out_dtype, interpret):
     def layer_fn(x, routing, experts, layer):
