@@ -40,6 +40,18 @@ def test_layer_matches_the_oracle(shape, tokens, weights):
 
 
 @pytest.mark.parametrize("weights", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("shape,tokens", [("qwen3-30b", 33), ("gemma4", 65), ("least", 1000)])
+def test_quantised_activations(shape, tokens, weights):
+    """In the same kernels: no copy of the experts is made."""
+    case = make(shape, tokens, weights=weights, pattern="skipped")
+    args = case.args()
+    run = jax.jit(functools.partial(moe, strategy="expert_centric", activation_format="mxfp8")).lower(*args).compile()
+    oracle.assert_close(run(*args), case.with_mxfp8_x(), h_dtype="mxfp8", unit=oracle.TENSOR_CORE_UNIT, rounded=ROUNDED)
+    if shape != "least":
+        assert run.memory_analysis().temp_size_in_bytes < sum(w.size for w in args[2].weights.values()) / 4
+
+
+@pytest.mark.parametrize("weights", ["bf16", "mxfp8"])
 @pytest.mark.parametrize("widths,stages", [((16,), 3), ((16, 48), 5), ((80, 160), 3), ((64, 144), 4)])
 def test_tiles(widths, stages, weights):
     """One expert with most of the tokens, others with few or none."""

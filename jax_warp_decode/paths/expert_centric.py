@@ -17,11 +17,12 @@ from jax_warp_decode import varying
 from jax_warp_decode.activations import Activation
 from jax_warp_decode.errors import UnsupportedError
 from jax_warp_decode.experts import MATRIX_OF, ExpertWeights
-from jax_warp_decode.formats import FORMATS, QuantizedArray, dequantize
+from jax_warp_decode.formats import FORMATS, QuantizedArray
 from jax_warp_decode.gradients import reverse_only, widen, without_gradient
 from jax_warp_decode.paths import grouped_bias, grouped_layer
 from jax_warp_decode.paths.grouped_gemm import grouped_gemm
 from jax_warp_decode.paths.grouped_plan import IN_BOUNDS
+from jax_warp_decode.paths.quantise import quantise
 from jax_warp_decode.routing import Routing
 
 REVERSE_ONLY = ("strategy: 'expert_centric' has gradients in reverse mode only (grad, vjp, of any order); use "
@@ -58,7 +59,8 @@ def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: A
 
     With activation_format="mxfp8", rows are quantised to MXFP8 before both projections, as conventional MXFP8 serving
     does (OCP MX v1.0). E4M3 times a power of two is exact in bfloat16, so this has the numerics of an MXFP8 x MXFP8
-    product with float32 accumulation. It has no gradient.
+    product with float32 accumulation; on a Hopper GPU the intermediate is rounded to bfloat16 before. It has no
+    gradient.
 
     Differentiable in reverse mode, any number of times, with respect to x, routing weights and dense expert weights.
     On a GPU the products of the backward pass are bfloat16 with float32 accumulation too, each result rounded once to
@@ -67,8 +69,7 @@ def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: A
 
     Temporaries: intermediates [T * K, I] and results [T * K, H]; where the kernels of `grouped_layer` do not run (see
     its `temporary_bytes`), gathered rows [T * K, H] too. On a GPU, MXFP8 weights are read as they are. Other quantised
-    weights, and all of them where a gradient is asked for or activations are quantised, are widened before each
-    product, all E experts at once.
+    weights, and all of them where a gradient is asked for, are widened before each product, all E experts at once.
 
     Raises:
       UnsupportedError: sizes the grouped GEMM cannot take on a GPU, H or I that is no multiple of 32 with MXFP8
@@ -91,13 +92,13 @@ def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: A
     operands = x, routing, experts
     # A custom_vjp must return gradients that vary as its arguments do: let all vary alike; JAX sums what was equal.
     x, routing, experts = _reverse_only(*varying.like(operands, operands))
-    if activation_format or grouped_layer.refusal(x.dtype, experts):
+    if grouped_layer.refusal(x.dtype, experts):
         y = stages(x, routing, experts, activation=activation, activation_format=activation_format)
     else:
         arrays = {"x": x, "weights": routing.weights, **experts.weights, **experts.biases}
         fixed = {name: _no_gradient(a) for name, a in arrays.items() if isinstance(a, QuantizedArray)}
         floats = {name: a for name, a in arrays.items() if name not in fixed}
-        y = _fused(activation)(floats, {"ids": routing.ids, **fixed})
+        y = _fused(activation, activation_format)(floats, {"ids": routing.ids, **fixed})
     return y.astype(out_dtype or x.dtype)
 
 
@@ -117,7 +118,7 @@ def stages(x, routing, experts, *, activation, activation_format=None) -> jax.Ar
 
 
 @functools.cache
-def _fused(activation):
+def _fused(activation, activation_format):
     """`grouped_layer` on CUDA, `stages` elsewhere and in gradients: (arrays with a gradient, without one) -> y."""
 
     def unpack(floats, fixed):
@@ -126,10 +127,11 @@ def _fused(activation):
         return x, routing, ExpertWeights(**named)
 
     def in_stages(floats, fixed):
-        return stages(*unpack(floats, fixed), activation=activation)
+        return stages(*unpack(floats, fixed), activation=activation, activation_format=activation_format)
 
     def cuda(floats, fixed):
-        return varying.like(grouped_layer.op(activation)(*unpack(floats, fixed)), floats, fixed)
+        op = grouped_layer.op(activation, activation_format=activation_format)
+        return varying.like(op(*unpack(floats, fixed)), floats, fixed)
 
     run = jax.custom_vjp(lambda *arrays: lax.platform_dependent(*arrays, cuda=cuda, default=in_stages))
     run.defvjp(lambda floats, fixed: jax.vjp(lambda floats: in_stages(floats, fixed), floats),
@@ -177,16 +179,6 @@ def _gather_backward(alignment, cotangent):
 
 
 gather.defvjp(lambda x, alignment: (gather(x, alignment), alignment), _gather_backward)
-
-
-@jax.named_scope("quantise")
-def quantise(rows: jax.Array, format: str) -> jax.Array:
-    """Rounds rows [M, N] to a block format along N; returns the float32 values the format can hold."""
-    # Rounding has a derivative of zero: without the guard, every gradient behind it would silently vanish.
-    rounded = without_gradient(
-        lambda rows: dequantize(FORMATS[format].quantize(rows), jnp.float32),
-        "activation_format: quantised activations have no gradient; differentiate with activation_format=None")
-    return rounded(rows)
 
 
 @jax.named_scope("gate_up")

@@ -19,6 +19,7 @@ from jax_warp_decode.experts import ExpertWeights, weight_format
 from jax_warp_decode.kernels import grouped_matmul
 from jax_warp_decode.kernels.grouped_config import BLOCK, GroupedConfig
 from jax_warp_decode.paths import grouped_plan
+from jax_warp_decode.paths.quantise import quantise
 from jax_warp_decode.routing import Routing
 
 ITEMSIZE = {"bf16": 2, "mxfp8": 1}  # of a weight, by format
@@ -62,18 +63,19 @@ def temporary_bytes(tokens: int, experts_per_token: int, experts: ExpertWeights)
 
 @functools.cache
 def op(activation: Activation, configs: tuple[GroupedConfig, GroupedConfig] | None = None,
-       make_plan=grouped_plan.plan_on_gpu, interpret=None):
+       make_plan=grouped_plan.plan_on_gpu, interpret=None, activation_format: str | None = None):
     """(x [T, H], routing, experts) -> float32 [T, H], with a rule for vmap.
 
     Args:
       configs: of gate_up and of down, None for the heuristic's. Their widest tiles must be equal.
       make_plan: `grouped_plan.plan_on_gpu`, or `plan`.
+      activation_format: what both projections get their rows rounded to, or None.
     """
 
     @jax.custom_batching.custom_vmap
     def run(x, routing, experts):
         return layer(x, routing, experts, activation=activation, configs=configs, make_plan=make_plan,
-                     interpret=interpret)
+                     interpret=interpret, activation_format=activation_format)
 
     @run.def_vmap
     def _(size, mapped, x, routing, experts):
@@ -92,18 +94,22 @@ def op(activation: Activation, configs: tuple[GroupedConfig, GroupedConfig] | No
 
 def layer(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: Activation,
           configs: tuple[GroupedConfig, GroupedConfig] | None = None, make_plan=grouped_plan.plan_on_gpu,
-          interpret=None) -> jax.Array:
+          interpret=None, activation_format: str | None = None) -> jax.Array:
     """See `op`."""
     E, (T, K) = experts.num_experts, routing.ids.shape
     if configs is None:
         configs = (GroupedConfig.heuristic(T * K, E, ITEMSIZE[experts.format]),) * 2
+
+    def rounded(rows):
+        return quantise(rows, activation_format).astype(rows.dtype) if activation_format else rows
+
     with jax.named_scope("plan"):
         plan = make_plan(routing.ids, E, configs[0].widest)
     with jax.named_scope("gate_up"):
-        h = _product("moe_grouped_gate_up", (plan.token, x), plan, (experts.w_gate, experts.w_up),
+        h = _product("moe_grouped_gate_up", (plan.token, rounded(x)), plan, (experts.w_gate, experts.w_up),
                      (experts.b_gate, experts.b_up), activation, configs[0], interpret)
     with jax.named_scope("down"):
-        out = _product("moe_grouped_down", (h,), plan, (experts.w_down,), (experts.b_down,),
+        out = _product("moe_grouped_down", (rounded(h),), plan, (experts.w_down,), (experts.b_down,),
                        None, configs[1], interpret)
     with jax.named_scope("combine"):
         return combine(out, plan.position, routing, E)
