@@ -12,7 +12,6 @@ from jax_warp_decode.device import capability
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.experts import ExpertWeights, check_experts
 from jax_warp_decode.kernels import checks, down, gate_up
-from jax_warp_decode.kernels.shared_common import SharedConfig
 from jax_warp_decode.parallel import ExpertSharding, check_sharding
 from jax_warp_decode.paths import grouped_layer, shared_decode, warp_decode
 from jax_warp_decode.routers import static_integer
@@ -71,9 +70,8 @@ def _configs(experts: ExpertWeights, tokens: int, experts_per_token: int, interp
 
 def _shared_configs(experts: ExpertWeights, tokens: int, K: int, interpret: bool) -> dict[str, tuning.Found]:
     """Of `shared_decode`, whose kernels have a heuristic alone."""
-    H, I, common = experts.hidden, experts.intermediate, (tokens, K, experts.num_experts, experts.format)
-    return {name: tuning.Found(SharedConfig.heuristic(*common[:3], cols, common[3], matrices), "heuristic")
-            for name, cols, matrices in (("moe_gate_up_shared", H, 2), ("moe_down_shared", I, 1))}
+    configs = shared_decode.configs(tokens, K, experts)
+    return {name: tuning.Found(config, "heuristic") for name, config in configs.items()}
 
 
 # Strategies whose kernels have configurations to tell.

@@ -26,8 +26,8 @@ M of their 32: 2^-39 M more for each value, where M counts as 2^-112 at least; f
 the value and 2^-50 M, and keep the first part only (2^-11) where M is below 2^-100. The factor of a block times a
 routing weight may be subnormal: 2^-150 of a sum of float16 rows, at most 2^15 |elements|, so 2^-130 |weights|.
 
-`shared_decode` keeps rows as float16 relative to their largest value M where weights are quantised, see
-`kernels.shared_mx`: 2^-39 M more for each value, M at least 2^-112, and u = 2^-11 for those of the intermediate. Its
+`shared_decode` keeps rows as float16 relative to their largest value M unless weights are bfloat16, see
+`kernels.shared_half`: 2^-39 M more for each value, M at least 2^-112, and u = 2^-11 for those of the intermediate. Its
 sums have a unit of 2^-22 of the result, and of 2^14 / M of the rows: a term that is flushed counts 2^-118 M, a scale
 below 2^-103 may be flushed to zero, and sums of |weights| of 2^134 overflow. Where the PTX of a kernel is executed,
 tensor cores may truncate instead of rounding: u = 2^-23.

@@ -138,7 +138,7 @@ class Layer:
     @property
     def float16_rows(self):
         """Rows are float16 relative to their largest value."""
-        return self.strategy == "shared_decode" and self.quantised
+        return self.strategy == "shared_decode" and self.weights != "bf16"
 
     @functools.cached_property
     def configs(self):
@@ -211,9 +211,9 @@ RULES = {
     ("reference", False): ((*DENSE, *FORMATS), DENSE, 1),
     ("expert_centric", False): ((*DENSE, *FORMATS), DENSE, 1),
     ("warp_decode", False): ((*HALF, *FORMATS), HALF, 32),
-    ("shared_decode", False): (tuple(shared_common.BITS), ("bf16",), shared_common.TILE),
+    ("shared_decode", False): ((*HALF, *FORMATS), HALF, shared_common.TILE),
     ("warp_decode", True): ((*HALF, *FORMATS), HALF, 32),
-    ("shared_decode", True): (tuple(shared_common.BITS), ("bf16",), shared_common.TILE),
+    ("shared_decode", True): ((*HALF, *FORMATS), HALF, shared_common.TILE),
     ("expert_centric", True): (tuple(grouped_layer.ITEMSIZE), ("bf16",), TILE),
 }
 QUICK = (("reference", False), ("expert_centric", False))  # a hundredth of a second a run
@@ -225,7 +225,8 @@ def draw(strategy, emulated, rng, weights):
     one_of = lambda *values: values[rng.integers(len(values))]
     between = lambda least, most: int(rng.integers(least, most + 1))
     _, x_dtypes, multiple = RULES[strategy, emulated]
-    quick, shared, x_dtype = (strategy, emulated) in QUICK, strategy == "shared_decode", one_of(*x_dtypes)
+    quick, shared = (strategy, emulated) in QUICK, strategy == "shared_decode"
+    x_dtype = "bf16" if shared and weights == "bf16" else one_of(*x_dtypes)  # "would round it to bfloat16"
     activation = one_of(*(name for name, activation in ACTIVATIONS.items() if activation.gated or not shared))
     tokens = one_of(0, 1, 1, 2, 3, 5, 8, 13, 33) if quick else one_of(0, 1, 1, 2, 2, 3, 4, 5, 9, 17)
     experts, stacks = between(1, 9 if quick else 5), (None, None, 1, 2, 3)
@@ -234,9 +235,9 @@ def draw(strategy, emulated, rng, weights):
     H, I = (between(1, max(5, 150 // multiple)) * multiple for _ in range(2))
     if shared:  # "needs H = 128 at least"
         H = max(H, 128)
-    if weights == shared_common.BLOCK128 and shared:  # "multiples of 128 and at least 32 scales, a multiple of 4"
+    if weights == "fp8_block128" and shared:  # "multiples of 128 and at least 64 scales, a multiple of 8"
         H, I = (128 * one_of(1, 2) for _ in range(2))
-        experts = 32 * 128 * 128 // (H * I)
+        experts = 64 * 128 * 128 // (H * I)
     if (strategy, emulated) == ("expert_centric", True):  # "H is less than 256"; `run` sees to no tokens, and stacks
         least = BLOCK // (2 if ACTIVATIONS[activation].gated else 1)
         H, I, tokens, stacks = max(H, BLOCK), max(I, least), max(tokens, 1), (None,)
@@ -245,7 +246,7 @@ def draw(strategy, emulated, rng, weights):
         tokens = min(tokens, MOST_INTERPRETED // k)
     numbers = weights in FORMATS and oracle.FORMATS[weights].emax is None and not oracle.FORMATS[weights].global_scale
     first = numbers and DENSE_FORMATS[FORMATS[weights].scales_dtypes[0]]
-    other = [None, *({"f32", "bf16"} - {first} if numbers and not shared else ())]
+    other = [None, *({"f32", "bf16"} - {first} if numbers else ())]
     return Layer(
         strategy, tokens, experts, H, I, k, weights, x_dtype, activation, biases=one_of(None, *DENSE),
         layers=one_of(*stacks), emulated=emulated, scales=one_of(*other), out=one_of(None, None, *DENSE),

@@ -380,8 +380,8 @@ def make_case(seed, *, tokens, experts, hidden, intermediate, k, x_dtype="bf16",
 
 
 def shared_h_dtype(case) -> str:
-    """What shared_decode rounds the intermediate to: float16 with a scale of its row before quantised weights."""
-    return "float16" if isinstance(case.w_up, Quantized) else "bfloat16"
+    """What shared_decode rounds h to: float16 with a scale of its row before all but bfloat16 weights."""
+    return "float16" if isinstance(case.w_up, Quantized) or case.w_up.dtype == np.float16 else "bfloat16"
 
 
 def assert_close(y, case, *, h_dtype="float32", unit=UNIT["float32"], rounded=Rounded()):

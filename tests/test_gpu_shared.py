@@ -70,12 +70,32 @@ def test_every_config_gives_the_same_layer(config, weights, wgmma):
 
 
 @pytest.mark.parametrize("shape,weights", [
-    ("odd", "bf16"), ("odd", "mxfp8"), ("odd", "mxfp8_e5m2"), ("blocks", "fp8_block128"), ("tiny-docs", "mxfp4"),
-    ("gpt-oss", "mxfp4")])
+    ("odd", "bf16"), ("odd", "f16"), ("odd", "mxfp8"), ("odd", "mxfp8_e5m2"), ("blocks", "fp8_block128"),
+    ("tiny-docs", "mxfp4"), ("gpt-oss", "mxfp4"), ("odd", "nvfp4"), ("gpt-oss", "nvfp4"), ("odd", "fp8_channel"),
+    ("blocks", "fp8_tensor"), ("gemma4", "int8_channel"), ("odd", "int4_group32"), ("deepseek", "int4_group32")])
 def test_biases_and_formats(shape, weights):
     """gpt-oss rows of 2880 columns, of which 32-byte swizzle is all that a row of 4-bit values allows."""
     case = make(shape, 20, seed=3, weights=weights, pattern="skipped", biases="bf16")
     assert_close(jax.jit(run)(*case.args()), case)
+
+
+@pytest.mark.parametrize("weights", ["f16", "mxfp8", "nvfp4", "int8_channel", "int4_group32"])
+def test_activations_in_float16(weights):
+    case = make("odd", 20, seed=4, weights=weights, x_dtype="f16", pattern="skipped")
+    assert_close(jax.jit(run)(*case.args()), case)
+
+
+@pytest.mark.parametrize("weights, scales", [("int4_group32", jnp.float32), ("fp8_block128", jnp.bfloat16),
+                                             ("fp8_channel", jnp.bfloat16)])
+def test_scales_of_another_dtype(weights, scales):
+    """Exact in both, so that the results are equal."""
+    x, routing, experts = make("blocks", 20, seed=5, weights=weights).args()
+    experts = experts.map(lambda w: dataclasses.replace(w, scales=w.scales.astype(jnp.bfloat16).astype(jnp.float32)))
+    other = experts.map(lambda w: dataclasses.replace(w, scales=w.scales.astype(scales)))
+    if scales == jnp.float32:
+        experts, other = experts.map(lambda w: dataclasses.replace(w, scales=w.scales.astype(jnp.bfloat16))), experts
+    want, got = (np.asarray(jax.jit(run)(x, routing, e)) for e in (experts, other))
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("weights", ["bf16", "mxfp8"])

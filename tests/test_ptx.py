@@ -181,7 +181,9 @@ def test_rows_of_one_block(machines):
 
 
 @pytest.mark.parametrize("format,kernels", [
-    ("bf16", "gate_up"), ("mxfp8_e5m2", "down"), ("mxfp4", "both"), ("fp8_block128", "down")])
+    ("bf16", "gate_up"), ("f16", "down"), ("mxfp8_e5m2", "down"), ("mxfp4", "both"), ("nvfp4", "both"),
+    ("fp8_block128", "down"), ("fp8_channel", "down"), ("fp8_tensor", "gate_up"), ("int8_channel", "gate_up"),
+    ("int4_group32", "both")])
 def test_shared_experts(machines, few_ctas, format, kernels):
     """With tensor cores; experts and slots that are not routed are poisoned."""
     sizes = dict(experts=12, hidden=512, intermediate=256) if format == "fp8_block128" else dict(

@@ -9,7 +9,7 @@ around the experts, and the read that measurements compare with. What cannot run
 | `rms_norm` | the same | one program a row |
 | `grouped_sort` | all of it is inline code, which the interpreter does not look into | its PTX is executed, with races, and compared with its plain form in `grouped_plan`, tests/test_ptx.py |
 | `gate_up_tensor`, `down_tensor` | the same | their PTX is executed, with races, in bench/fuzz.py; racecheck of compute-sanitizer, bench/sanitize.py |
-| inline code in `shared_simt`, `shared_mx`, `grouped_simt` | the same | plain forms are interpreted in its place; racecheck runs the code itself |
+| inline code in `shared_simt`, `shared_half`, `grouped_simt` | the same | plain forms are interpreted in its place; racecheck runs the code itself |
 | exchange between CTAs in `router` | neither clusters nor PTX | one global array is interpreted in its place; test_ptx_clusters |
 | the marker of `measure.timing` | one program that copies 128 floats | nothing to race with |
 """  # noqa: E501

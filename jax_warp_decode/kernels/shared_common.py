@@ -9,15 +9,14 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jax_warp_decode.device import H200_SMS, HOPPER, capability
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import Weight
 from jax_warp_decode.formats import QuantizedArray
-from jax_warp_decode.kernels import checks
-from jax_warp_decode.kernels.tile import MX_BLOCK
+from jax_warp_decode.kernels import checks, stream_format
+from jax_warp_decode.kernels.stream_format import STREAM_FORMATS, Ring
 from jax_warp_decode.routing import expected_experts
 
 ROWS = 64  # the M of wgmma
@@ -27,8 +26,6 @@ RESERVED_BYTES = 2048  # per CTA: one KiB of the driver's, one for barriers
 ALIGNMENT = 1024  # of every buffer
 MOST_LINES = 256  # of a TMA copy
 MOST_BARRIERS = 32  # of one array of them, in Mosaic
-BLOCK128 = "fp8_block128"
-BITS = {"bf16": 16, "mxfp8": 8, "mxfp8_e5m2": 8, "mxfp4": 4, BLOCK128: 8}  # per value, of what the kernels read
 # By whether values have more than 4 bits, the best first.
 CHUNKS = {True: (256, 384, 320, 192, 128, 64), False: (512, 384, 320, 256, 192, 128, 64)}
 WIDE = 192  # columns of a stage, at least, whose fixed costs do not matter
@@ -81,7 +78,7 @@ class SharedConfig:
 
     def ring_bytes(self, format: str) -> int:
         """Bytes of weights that a CTA can have under way."""
-        return self.warpgroups * self.stages * ROWS * self.chunk * BITS[format] // 8
+        return self.warpgroups * self.stages * ROWS * self.chunk * STREAM_FORMATS[format].bits // 8
 
     def shared_bytes(self, cols: int, format: str, slots: int, experts: int, matrices: int) -> int:
         """Shared memory of one CTA."""
@@ -91,9 +88,9 @@ class SharedConfig:
             2 * self.warpgroups * self.tokens * ROWS * 4,  # sums
             4 * sum(table_lengths(slots, experts, self.tokens)),
         ]
-        if format != "bf16":
-            lines, line, dtype = scale_lines(format, cols, ROWS // matrices)
-            buffers.append(self.scale_buffers(cols) * matrices * lines * line * dtype.itemsize)
+        if ring := STREAM_FORMATS[format].ring:
+            lines, line = scale_lines(ring, cols, ROWS // matrices)
+            buffers.append(self.scale_buffers(cols) * matrices * lines * line * ring.dtype.itemsize)
         return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in buffers) + RESERVED_BYTES
 
     def scale_buffers(self, cols: int) -> int:
@@ -129,8 +126,8 @@ def estimate(T: int, K: int, E: int, cols: int, format: str, matrices: int) -> t
     if found:
         return found[0], found[-1]
     raise UnsupportedError(
-        f"experts: got rows of {cols} columns, of which 'shared_decode' cannot keep a part of 8 activation rows in "
-        f"shared memory; {checks.WAY_OUT}")
+        f"experts: got {format} rows of {cols} columns, and shared memory does not hold what 'shared_decode' keeps "
+        f"there: a part of 8 activation rows, and a few times the scales of 64 weight rows; {checks.WAY_OUT}")
 
 
 def _affordable(T: int, K: int, E: int, cols: int, format: str, matrices: int):
@@ -138,17 +135,17 @@ def _affordable(T: int, K: int, E: int, cols: int, format: str, matrices: int):
     dense, share = format == "bf16", min(1.0, K / E)
     slots_of_expert = T * share * E / expected_experts(E, K, T) if T else 1.0  # of those that have some
     tokens = [(n, _passes(T, share, n) * (1 + WIDER[dense] * (n - 8))) for n in range(8, MOST_TOKENS[dense] + 1, 8)]
-    places = itertools.count()
-    item_bytes = ROWS * cols * BITS[format] / 8
-    for (n, passes), panels, chunk in itertools.product(tokens, PANELS, CHUNKS[BITS[format] > 4]):
+    places, bits = itertools.count(), STREAM_FORMATS[format].bits
+    item_bytes = ROWS * cols * bits / 8
+    for (n, passes), panels, chunk in itertools.product(tokens, PANELS, CHUNKS[bits > 4]):
         if panels > 1 and cols // panels < PANEL:
             continue
         item = 1 + (ITEM[dense][0] + ITEM[dense][1] * n) / item_bytes
         # What gathering the rows for every item takes, over reading the item's weights.
-        again = GATHER[dense] * 2 * min(n, slots_of_expert) / (ROWS * BITS[format] / 8) if panels > 1 else 0
+        again = GATHER[dense] * 2 * min(n, slots_of_expert) / (ROWS * bits / 8) if panels > 1 else 0
         for warpgroups, ctas in LAYOUTS[dense, chunk >= WIDE]:
             # Registers of stages that are decoded: the SM has 168 for each of 3 warpgroups.
-            many = not dense and warpgroups * ctas > 2 and (chunk * BITS[format] > 256 * 8 or n > 24)
+            many = not dense and warpgroups * ctas > 2 and (chunk * bits > 256 * 8 or n > 24)
             if many or cols % (chunk * warpgroups * panels) or chunk % _least_chunk(format):
                 continue
             for stages in range(min(12, MOST_BARRIERS // warpgroups), 1, -1):
@@ -193,16 +190,18 @@ def table_lengths(slots: int, experts: int, tokens: int) -> list[int]:
     return [-(-n // 32) * 32 for n in (slots, experts, experts, groups, groups, groups, slots + tokens, tokens, 1)]
 
 
-def scale_lines(format: str, cols: int, rows: int) -> tuple[int, int, np.dtype]:
-    """How many lines of how many scales, a multiple of 128 bytes, hold those of `rows` rows; and their dtype.
+def scale_lines(ring: Ring, cols: int, rows: int) -> tuple[int, int]:
+    """How many lines of how many scales, a multiple of 128 bytes, hold those of `rows` rows.
 
-    The scales of blocks of 128 x 128 begin anywhere in the first line.
+    Scales that several rows share begin anywhere in the first line.
     """
-    if format == BLOCK128:
-        return -(-(cols // 128 + 3) // 32) * 8, 4, np.dtype(np.float32)
-    line = 256 if cols % 256 == 0 else 64
-    size = rows * cols // MX_BLOCK
-    return -(-size // max(line, 128)) * max(line, 128) // line, line, np.dtype(np.uint8)
+    if ring.rows > 1:
+        line = 16 // ring.dtype.itemsize  # the least of a copy
+        return -(-(cols // ring.cols + line - 1) // (8 * line)) * 8, line
+    of_rows = ROWS // 2 * cols // ring.cols  # of 32 rows, where a copy may begin
+    line = 256 if of_rows % 256 == 0 else 64
+    whole = max(line, 128 // ring.dtype.itemsize)
+    return -(-(rows * cols // ring.cols) // whole) * whole // line, line
 
 
 def plan_tables(ids: jax.Array, experts: int, tokens: int) -> tuple[jax.Array, ...]:
@@ -268,7 +267,8 @@ def check_sizes(name: str, n: int, cols: int, T: int, K: int, E: int, format: st
 def check_config(config: SharedConfig, cols: int, format: str, slots: int, experts: int, matrices: int) -> None:
     """Refuses a config that does not fit the shape or the device."""
     checks.config_type(config, (SharedConfig,))
-    if format != "bf16" and scale_lines(format, cols, ROWS // matrices)[0] > MOST_LINES:
+    ring = STREAM_FORMATS[format].ring
+    if ring and scale_lines(ring, cols, ROWS // matrices)[0] > MOST_LINES:
         raise UnsupportedError(
             f"experts: got {format} rows of {cols} columns, and 'shared_decode' cannot copy the scales of 64 of them "
             f"at once; {checks.WAY_OUT}")
@@ -287,33 +287,52 @@ def check_config(config: SharedConfig, cols: int, format: str, slots: int, exper
         raise ArgumentError(f"config: {config} takes {need} bytes of shared memory per CTA, an SM has {SHARED_BYTES}")
 
 
-def stream_format(name: str, w: Weight) -> str:
-    """The format of a weight, if the kernels read it."""
+def format_of(name: str, w: Weight) -> str:
+    """The format of a weight, a key of `STREAM_FORMATS`, if the kernels read it."""
     format = checks.format_of(name, w)
-    if format not in BITS:
-        raise UnsupportedError(f"{name}: got {'float16' if format == 'f16' else format}, 'shared_decode' reads "
-                               f"{', '.join(BITS)}; {checks.WAY_OUT}")
-    if isinstance(w, QuantizedArray) and format == BLOCK128:
-        lines, line, dtype = scale_lines(format, w.shape[-1], ROWS)
+    if not isinstance(w, QuantizedArray):
+        return format
+    format = stream_format.key(format, w.scales.dtype)
+    ring = STREAM_FORMATS[format].ring
+    if ring and ring.rows > 1:
+        lines, line = scale_lines(ring, w.shape[-1], ROWS)
         size = math.prod(w.scales.shape)
-        if w.shape[-1] % 128 or w.shape[-2] % 128 or w.scales.dtype != dtype or size % line or size < lines * line:
+        if w.shape[-1] % 128 or w.shape[-2] % 128 or size % line or size < lines * line:
             raise UnsupportedError(
-                f"{name}: got {format} {w.shape} with {w.scales.dtype} scales {w.scales.shape}, 'shared_decode' needs "
-                f"multiples of 128 and at least {lines * line} float32 scales, a multiple of {line}; {checks.WAY_OUT}")
+                f"{name}: got {format} {w.shape} with scales {w.scales.shape}, 'shared_decode' needs multiples of 128 "
+                f"and at least {lines * line} scales, a multiple of {line}; {checks.WAY_OUT}")
     return format
 
 
+def check_x(dtype, format: str) -> None:
+    """Refuses activations that weights of a format cannot meet."""
+    if jnp.dtype(dtype) not in checks.HALF:
+        raise UnsupportedError(f"x: got {jnp.dtype(dtype)}, 'shared_decode' takes bfloat16 or float16; "
+                               f"{checks.WAY_OUT}")
+    if jnp.dtype(dtype) == jnp.float16 and not STREAM_FORMATS[format].half:
+        raise UnsupportedError(f"x: got float16 with {format} weights, 'shared_decode' would round it to bfloat16; "
+                               f"cast x or the weights, or {checks.WAY_OUT}")
+
+
 def _least_chunk(format: str) -> int:
-    return 128 if format == BLOCK128 else 64
+    ring = STREAM_FORMATS[format].ring
+    return max(64, ring.cols) if ring else 64
 
 
 def weight_operands(w: Weight) -> tuple[jax.Array, ...]:
-    """Views of a weight [E, n, cols] in the shape the kernel loads from. Reshapes only, no copy."""
-    if isinstance(w, QuantizedArray):
-        _, line, dtype = scale_lines(w.format, w.shape[2], ROWS)
-        return (w.values.reshape(-1, w.values.shape[2]),
-                lax.bitcast_convert_type(w.scales, dtype).reshape(-1, line))
-    return (w.reshape(-1, w.shape[2]),)
+    """Views of a weight [E, n, cols] in the shapes the kernel loads from: values, the scales of its ring, factors.
+
+    Reshapes only, no copy.
+    """
+    if not isinstance(w, QuantizedArray):
+        return (w.reshape(-1, w.shape[2]),)
+    row, parts = STREAM_FORMATS[stream_format.key(w.format, w.scales.dtype)], [w.values.reshape(-1, w.values.shape[2])]
+    if row.ring:
+        _, line = scale_lines(row.ring, w.shape[2], ROWS)
+        parts.append(lax.bitcast_convert_type(w.scales, row.ring.dtype).reshape(-1, line))
+    if row.factor:
+        parts.append((w.scales if w.global_scale is None else w.global_scale).reshape(-1))
+    return tuple(parts)
 
 
 def grid_size(config: SharedConfig, interpret) -> int:

@@ -38,12 +38,13 @@ def moe_down_shared(
     so that a token's result does not depend on the rest of the batch.
 
     Args:
-      h: float32 or bfloat16 [T, K, I] from `moe_gate_up_shared`, rounded to bfloat16 for the product; to float16
-        with a scale of its row for the MX formats, see `shared_mx`.
+      h: float32 or bfloat16 [T, K, I] from `moe_gate_up_shared`, rounded to bfloat16 for the product with bfloat16
+        weights; to float16 with a scale of its row for others, see `shared_half`.
       ids: [T, K] integer expert ids. A slot whose id lies outside [0, E) adds exactly 0, whatever its weight and its
         row of h hold.
       weights: [T, K] routing weights, used in float32.
-      w_down: [E, H, I] bfloat16 or a `QuantizedArray` of an MX format; H and I multiples of 64, H at least 128.
+      w_down: [E, H, I] bfloat16, float16 or a `QuantizedArray`, see `STREAM_FORMATS`; H and I multiples of 64, H at
+        least 128.
       b_down: [E, H] floats added to the product in float32, before the routing weight, or None; [L, E, H] with stacked
         weights.
       layer: with weights of several layers, [L, E, H, I], the one to read: an integer scalar, may be traced. Nothing is
@@ -71,8 +72,8 @@ def moe_down_shared(
     weights = float32_weights(weights, "weights")
     index = ExpertIndex.of("w_down", w_down, layer)
     layers, E = index.operands(layer), index.num_experts
-    T, K, H, I, format = checks.down_shapes(h, ids, weights, w_down, b_down, index, H_DTYPES)
-    shared_common.stream_format("w_down", w_down)
+    T, K, H, I, _ = checks.down_shapes(h, ids, weights, w_down, b_down, index, H_DTYPES)
+    format = shared_common.format_of("w_down", w_down)
     if T * K == 0:
         return jnp.zeros((T, H), out_dtype)
     config = shared_common.check_sizes("w_down", H, I, T, K, E, format, 1, config)

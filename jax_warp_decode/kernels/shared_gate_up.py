@@ -1,5 +1,7 @@
 """moe_gate_up_shared: h[t, k] = act(w_gate[e] @ x[t], w_up[e] @ x[t]) with e = ids[t, k], each expert read once."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 
@@ -30,9 +32,9 @@ def moe_gate_up_shared(
     """Gate and up projections of every routed slot, and the activation, with one read of every touched expert.
 
     Args:
-      x: [T, H] bfloat16.
+      x: [T, H] bfloat16; also float16 unless the weights are bfloat16.
       ids: [T, K] integer expert ids. A slot whose id lies outside [0, E) is skipped.
-      w_gate, w_up: [E, I, H] bfloat16 or a `QuantizedArray` of an MX format; H and I multiples of 64.
+      w_gate, w_up: [E, I, H] bfloat16, float16 or a `QuantizedArray`, see `STREAM_FORMATS`; H and I multiples of 64.
       b_gate, b_up: [E, I] floats added to the projections in float32, or None; [L, E, I] with stacked weights.
       layer: with weights of several layers, [L, E, I, H], the one to read: an integer scalar, may be traced. Nothing is
         copied. A layer outside [0, L) writes nothing.
@@ -64,23 +66,20 @@ def moe_gate_up_shared(
     activation, out_dtype = get_activation(activation), checks.out_dtype(out_dtype)
     index = ExpertIndex.of("w_gate", w_gate, layer)
     layers, E = index.operands(layer), index.num_experts
-    T, K, H, I, format = checks.gate_up_shapes(x, ids, w_gate, w_up, b_gate, b_up, activation, index)
-    if x.dtype != jnp.bfloat16:
-        raise UnsupportedError(f"x: got {x.dtype}, 'shared_decode' takes bfloat16; {checks.WAY_OUT}")
-    for name, w in (("w_gate", w_gate), ("w_up", w_up)):
-        shared_common.stream_format(name, w)
+    T, K, H, I, _ = checks.gate_up_shapes(x, ids, w_gate, w_up, b_gate, b_up, activation, index)
+    format = shared_common.format_of("w_gate", w_gate)
+    if (other := shared_common.format_of("w_up", w_up)) != format:
+        raise UnsupportedError(f"w_up: got {other}, 'shared_decode' needs {format} as w_gate; {checks.WAY_OUT}")
+    shared_common.check_x(x.dtype, format)
     if T * K == 0:
         return jnp.zeros((T, K, I), out_dtype)
     config = shared_common.check_sizes("w_gate", I, H, T, K, E, format, 2, config)
     interpret = compat.interpret_params(interpret)
+    x = x.astype(jnp.float32) if x.dtype == jnp.float16 else x
     kernel = shared_stream.build(
         "moe_gate_up_shared", T * K, T, index, I, H, format, 2, (b_gate is not None, b_up is not None),
-        activation.apply, False, out_dtype, config, shared_common.grid_size(config, interpret), interpret)
-    values, scales = zip(*(_parts(index.flatten(w)) for w in (w_gate, w_up)), strict=True)
+        activation.apply, x.dtype == jnp.float32, out_dtype, config, shared_common.grid_size(config, interpret),
+        interpret)
+    weights = zip(*(shared_common.weight_operands(index.flatten(w)) for w in (w_gate, w_up)), strict=True)
     biases = (index.flatten(b).reshape(-1) for b in (b_gate, b_up) if b is not None)
-    return kernel(ids.reshape(-1), x, *layers, *values, *(s for part in scales for s in part), *biases).reshape(T, K, I)
-
-
-def _parts(w: Weight) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    values, *scales = shared_common.weight_operands(w)
-    return values, tuple(scales)
+    return kernel(ids.reshape(-1), x, *layers, *itertools.chain(*weights), *biases).reshape(T, K, I)

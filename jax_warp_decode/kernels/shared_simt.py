@@ -6,14 +6,17 @@ Up to `gather` all threads of a CTA work together, then those of a warpgroup:
     sort          the slots ordered by expert
     select        where an expert has several groups, the slots of one, in ascending order
     gather        the rows of a group's slots as the N operand of wgmma, in the swizzled layout that it wants
-    load_bias     of the rows of a thread
+    load_rows     biases, or scales, of the rows of a thread
     spread        a wgmma accumulator to shared memory, transposed
     scatter_sums  a wgmma accumulator to the rows of its slots
     scatter       finished results to the rows of their slots
 
-What quantised weights need instead of `gather` and wgmma is in `shared_mx`, and what bfloat16 ones need on GPUs without
-wgmma in `shared_mma`. The interpreter cannot run any of them; `shared_stream` has a plain form of each for it.
+What all but bfloat16 weights need instead of `gather` and wgmma is in `shared_half`, and what those need on GPUs
+without wgmma in `shared_mma`. The interpreter cannot run any of them; `shared_stream` has a plain form of each for it.
 """
+
+import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
@@ -267,24 +270,24 @@ def own_row(t: Int, permuted: bool) -> Int:
     return warp * 16 + ((row % 4) * 2 + row // 4 if permuted else row)
 
 
-def load_bias(present: tuple[bool, ...], rows: int, permuted: bool):
-    """The biases, flat, of the two rows of a thread's part of an accumulator: float32 [2] per thread.
+def load_rows(present: tuple[bool, ...], rows: int, permuted: bool, stride: int):
+    """Values of the two rows of a thread's part of an accumulator, from a flat table for each matrix that has one:
+    float32 [2] per thread, 0 where there is none.
 
-    Rows first .. first + rows of each matrix; zeros for all but the first warpgroup.
+    Rows first .. first + rows of each matrix with a stride of 1; entry `first` for all of them with 0.
     """
 
-    def body(_ctx, first, wg, *refs):
-        first, wg = (Int(a.registers.item()) for a in (first, wg))
+    def body(_ctx, first, *refs):
+        first = Int(first.registers.item())
         t, f32 = simt.thread() % WARPGROUP, ir.F32Type.get()
         zero, refs, found = arith.constant(f32, 0.0), list(refs), []
         tables = [refs.pop(0) if there else None for there in present]
         for half in range(2):
             row = own_row(t, permuted) + half * 8
-            at = arith.index_cast(ir.IndexType.get(), (first + row % rows).v)
+            at = arith.index_cast(ir.IndexType.get(), (first + row % rows * stride).v)
             loaded = [zero if table is None else memref.load(table, [at]) for table in tables]
             loaded = [v if v.type == f32 else arith.extf(f32, v) for v in loaded]
             value = loaded[0] if len(loaded) == 1 else arith.select(row < rows, *loaded)
-            value = arith.select(wg.equals(0), value, zero)
             found.append(vector.from_elements(ir.VectorType.get((1,), f32), [value]))
         registers = np.empty(2, object)
         registers[:] = found
@@ -294,50 +297,59 @@ def load_bias(present: tuple[bool, ...], rows: int, permuted: bool):
     return body
 
 
-def _finished(accumulator, rescale, factors, bias):
-    """(row, column, value) of a thread's part of an accumulator [64, tokens], rescaled and with the bias of its row.
+@dataclasses.dataclass(frozen=True)
+class Finish:
+    """What happens to sums [64, tokens] in registers.
 
-    Where there is something to rescale, the rows are permuted.
-    """
-    t = simt.thread() % WARPGROUP
-    for i, pair in enumerate(accumulator.registers.flat):  # of two columns; columns by 8, then rows 0 and 8
-        half = i % 2
-        row = own_row(t, rescale is not None) + half * 8
-        for k in range(2):
-            column, value = (t % 4) * 2 + (i // 2 * 8 + k), vector.extract(pair, [], [k])
-            if rescale is not None:
-                value = rescale(value, simt.at(factors, column))
-            if bias is not None:
-                value = arith.addf(value, vector.extract(bias.registers[half], [], [0]))
-            yield row, column, value
-
-
-def spread(rows: int, rescale=None):
-    """Accumulator [64, tokens] to shared memory as [64 / rows, tokens, rows] float32.
-
-    rescale: (value, factors[j]) -> what to store, for column j; None stores the value.
+    Attributes:
+      rescale: (value, factors[j], scale of the row or None) -> value, for column j; None leaves it. With it, the rows
+        are permuted.
+      has_scale, has_bias: whether per-thread scales and biases of the rows follow the other arguments.
     """
 
-    def body(_ctx, accumulator, target, factors, bias=None):
-        index = ir.IndexType.get()
-        for row, column, value in _finished(accumulator, rescale, factors, bias):
+    rescale: Callable | None
+    has_scale: bool
+    has_bias: bool
+
+    def values(self, accumulator, factors, first, *per_row):
+        """(row, column, value) of a thread's part. The bias is the first warpgroup's to add."""
+        per_row = [[vector.extract(register, [], [0]) for register in array.registers] for array in per_row]
+        scale = per_row.pop(0) if self.has_scale else (None, None)
+        bias = per_row.pop(0) if self.has_bias else None
+        t, zero = simt.thread() % WARPGROUP, arith.constant(ir.F32Type.get(), 0.0)
+        for i, pair in enumerate(accumulator.registers.flat):  # of two columns; columns by 8, then rows 0 and 8
+            half = i % 2
+            row = own_row(t, self.rescale is not None) + half * 8
+            for k in range(2):
+                column, value = (t % 4) * 2 + (i // 2 * 8 + k), vector.extract(pair, [], [k])
+                if self.rescale is not None:
+                    value = self.rescale(value, simt.at(factors, column), scale[half])
+                if bias is not None:
+                    value = arith.addf(value, arith.select(first, bias[half], zero))
+                yield row, column, value
+
+
+def spread(rows: int, finish: Finish):
+    """Accumulator [64, tokens] of warpgroup wg to shared memory as [64 / rows, tokens, rows] float32."""
+
+    def body(_ctx, accumulator, wg, target, factors, *per_row):
+        index, first = ir.IndexType.get(), Int(wg.registers.item()).equals(0)
+        for row, column, value in finish.values(accumulator, factors, first, *per_row):
             memref.store(value, target, [arith.index_cast(index, i.v) for i in (row // rows, column, row % rows)])
 
     return body
 
 
-def scatter_sums(n: int, rescale=None):
-    """Accumulator [64, tokens]: column j < size to out[order_s[place + j], row : row + 64].
+def scatter_sums(n: int, finish: Finish):
+    """Accumulator [64, tokens] of the only warpgroup: column j < size to out[order_s[place + j], row : row + 64]."""
 
-    `rescale` as in `spread`.
-    """
-
-    def body(_ctx, accumulator, place, size, first, order_s, out, factors, bias=None):
-        place, size, first = (Int(a.registers.item()) for a in (place, size, first))
+    def body(_ctx, accumulator, place, size, row_from, order_s, out, factors, *per_row):
+        place, size, row_from = (Int(a.registers.item()) for a in (place, size, row_from))
         start = simt.address(out)
-        for row, column, value in _finished(accumulator, rescale, factors, bias):
+        true = arith.constant(ir.IntegerType.get_signless(1), 1)
+        for row, column, value in finish.values(accumulator, factors, true, *per_row):
             with mgpu.when(column < size):
-                where = simt.global_offset(start, simt.at(order_s, place + column), n * 4, (first + row) * 4)
+                where = simt.global_offset(start, simt.at(order_s, place + column), n * 4, (row_from + row) * 4)
                 utils.inline_ptx("st.global.f32 [$0], $1;", where, value)
 
     return body

@@ -15,6 +15,7 @@ slot's result does not depend on the others: the sums of a column are its own.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +24,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_warp_decode.gradients import without_gradient
-from jax_warp_decode.kernels import checks, shared_mma, shared_mx, shared_simt
+from jax_warp_decode.kernels import checks, shared_half, shared_mma, shared_simt
 from jax_warp_decode.kernels.expert_index import ExpertIndex
 from jax_warp_decode.kernels.shared_common import (
-    BLOCK128,
     ROWS,
     TILE,
     SharedConfig,
@@ -35,18 +35,19 @@ from jax_warp_decode.kernels.shared_common import (
     table_lengths,
 )
 from jax_warp_decode.kernels.simt import WARPGROUP
-from jax_warp_decode.kernels.tile import MX_BLOCK
+from jax_warp_decode.kernels.stream_format import STREAM_FORMATS
 
 
 @functools.cache
 def build(name: str, slots: int, source_rows: int, index: ExpertIndex, n: int, cols: int, format: str, matrices: int,
           biases: tuple[bool, ...], finish, wide: bool, out_dtype, config: SharedConfig, ctas: int, interpret):
-    """The kernel: (ids [slots], source [source_rows, cols], *layer, *values, *scales, *biases) -> out_dtype [slots, n].
+    """The kernel: (ids [slots], source [source_rows, cols], *layer, *values, *scales, *factors, *biases) -> out_dtype
+    [slots, n]; scales of the ring and factors as `shared_common.weight_operands` has them, if the format has any.
 
     Args:
       name: of the kernel.
       source_rows: slots, or a divisor of it: then neighbouring slots share a row.
-      index, n, cols, format: of the weights.
+      index, n, cols, format: of the weights; format is a key of `STREAM_FORMATS`.
       matrices: 1, or 2 for two weights of the same shape that meet in `finish`, 32 rows of each in an item.
       biases: which matrices have one, [E * n].
       finish: float32 [tokens, 64 / matrices] of each matrix -> the same shape, what is stored.
@@ -58,28 +59,31 @@ def build(name: str, slots: int, source_rows: int, index: ExpertIndex, n: int, c
     rows, columns, blocks = ROWS // matrices, cols // config.panels, n * matrices // ROWS
     steps_per_panel, steps_per_item = columns // chunk // warpgroups, cols // chunk // warpgroups
     threads, E = 128 * warpgroups, index.num_experts
-    scaled, divisor = format != "bf16", slots // source_rows
-    wgmma = config.wgmma and not scaled  # else sums stay in registers, and a stage is free once it is there, too
-    dtype, packing = shared_mx.STORED[format] if scaled else (jnp.bfloat16, 1)
-    stored = chunk // packing  # array elements of a row of a stage
-    row_bytes = stored * jnp.dtype(dtype).itemsize
+    row_format, divisor = STREAM_FORMATS[format], slots // source_rows
+    half, scaled, factor = row_format.half, row_format.ring is not None, row_format.factor
+    wgmma = config.wgmma and not half  # else sums stay in registers, and a stage is free once it is there, too
+    stored = chunk // row_format.packing  # array elements of a row of a stage
+    row_bytes = stored * row_format.dtype.itemsize
     swizzle = next(s for s in (128, 64, 32) if row_bytes % s == 0)
     scale_buffers = config.scale_buffers(cols)
-    lines, line, scale_dtype = scale_lines(format, cols, rows) if scaled else (0, 0, None)
+    lines, line = scale_lines(row_format.ring, cols, rows) if row_format.ring else (0, 0)
     lengths = table_lengths(slots, E, tokens)
     inline = functools.partial(_inline, interpret)
+    rescale = shared_half.rescale(format) if half else None
+    finished = shared_simt.Finish(rescale, bool(factor), any(biases))
     alone = matrices == warpgroups == 1  # nothing to add: results go straight from registers to memory
     vec = next(v for v in (4, 2) if tokens * rows % (WARPGROUP * v) == 0)
     flat = plgpu.Layout.WG_STRIDED((tokens, rows), vec_size=vec)
 
     def body(ids_ref, source_ref, *refs):
         layer_refs, refs = refs[:index.num_operands], refs[index.num_operands:]
-        weight_refs, refs = refs[:matrices * (1 + scaled)], refs[matrices * (1 + scaled):]
+        value_refs, refs = refs[:matrices], refs[matrices:]
+        scale_refs, refs = refs[:matrices * scaled], refs[matrices * scaled:]
+        factor_refs, refs = refs[:matrices * bool(factor)], refs[matrices * bool(factor):]
         bias_refs, refs = refs[:sum(biases)], refs[sum(biases):]
         out_ref, ring, operand, sums, table, full, *extra = refs
         wg = lax.axis_index("wg")
         ring = ring.at[wg]
-        value_refs, scale_refs = weight_refs[:matrices], weight_refs[matrices:]
         drawn_s, count_s, from_s, expert_s, place_s, info_s, order_s, factors_s, total_s = (
             table.at[pl.ds(sum(lengths[:i]), length)] for i, length in enumerate(lengths))
         scale_ring, scales_full = extra[:2] if scaled else (None, None)
@@ -114,9 +118,10 @@ def build(name: str, slots: int, source_rows: int, index: ExpertIndex, n: int, c
 
         def scales_of(row):
             """Of the rows from `row` on: their first line, and where in it they begin."""
-            if format != BLOCK128:
-                return lax.div(row, jnp.int32(MX_BLOCK)) * jnp.int32(cols // line), jnp.int32(0)
-            at = lax.div(row, jnp.int32(128)) * jnp.int32(cols // 128)
+            shared, block = row_format.ring.rows, row_format.ring.cols
+            if shared == 1:  # 32 rows fill whole lines
+                return lax.div(row, jnp.int32(ROWS // 2)) * jnp.int32(ROWS // 2 * cols // block // line), jnp.int32(0)
+            at = lax.div(row, jnp.int32(shared)) * jnp.int32(cols // block)
             first = jnp.minimum(lax.div(at, jnp.int32(line)), jnp.int32(scale_refs[0].shape[0] - lines))
             return first, at - first * jnp.int32(line)
 
@@ -157,10 +162,10 @@ def build(name: str, slots: int, source_rows: int, index: ExpertIndex, n: int, c
             part = turn * jnp.int32(warpgroups) + wg
             k = panel * jnp.int32(steps_per_panel * warpgroups) + part
             plgpu.barrier_wait(full_at(stage))
-            if scaled:
-                total = _multiply(interpret, ring.at[stage], scales_at(item - begin)[0], begins, operand, k, part,
-                                  total, format=format, tokens=tokens, chunk=chunk, cols=cols, rows=rows,
-                                  scale_bytes=lines * line * scale_dtype.itemsize, swizzle=swizzle)
+            if half:
+                scales = (scales_at(item - begin)[0], begins, k) if scaled else ()
+                total = _multiply(interpret, ring.at[stage], operand, part, total, scales, format=format, tokens=tokens,
+                                  chunk=chunk, cols=cols, rows=rows, swizzle=swizzle)
                 free = stage
             elif not wgmma:
                 total = _multiply_dense(interpret, ring.at[stage], operand, part, total, tokens=tokens, chunk=chunk)
@@ -207,9 +212,12 @@ def build(name: str, slots: int, source_rows: int, index: ExpertIndex, n: int, c
 
             first = (first_expert + expert) * jnp.int32(n) + row
             begins = scales_of(first)[1] if scaled else jnp.int32(0)
-            bias = ()
+            of_factor = first if factor == "row" else first_expert + expert
+            per_row = ()  # values of the rows of a thread, for `finished`
+            if factor_refs and interpret is None:
+                per_row += (_load_rows((True,) * matrices, rows, half, factor == "row", of_factor, factor_refs),)
             if bias_refs and interpret is None:
-                bias = (_load_bias(biases, rows, scaled, first, wg, bias_refs),)
+                per_row += (_load_rows(biases, rows, half, True, first, bias_refs),)
             if scaled:
                 plgpu.barrier_wait(scales_at(item - begin)[1])
             if not wgmma:
@@ -219,20 +227,20 @@ def build(name: str, slots: int, source_rows: int, index: ExpertIndex, n: int, c
                 stage, cursor, total = pl.run_scoped(
                     lambda accumulator: (*each_panel((stage, cursor), accumulator), accumulator[...]),
                     plgpu.ACC((ROWS, tokens), jnp.float32))
-            rescale = shared_mx.rescale if scaled else None
             if alone and interpret is None:
-                types = plgpu.Layout.WGMMA, *(SCALAR,) * 3, *(REF,) * 3, *(PER_THREAD for _ in bias)
-                inline(shared_simt.scatter_sums(n, rescale), total, place, size, row, order_s, out_ref, factors_s,
-                       *bias, arg_types=types)
+                types = plgpu.Layout.WGMMA, *(SCALAR,) * 3, *(REF,) * 3, *(PER_THREAD for _ in per_row)
+                inline(shared_simt.scatter_sums(n, finished), total, place, size, row, order_s, out_ref, factors_s,
+                       *per_row, arg_types=types)
                 return group, stage, cursor
             # Two buffers in turn: nobody writes the one that the first warpgroup reads before it comes to `meet` again.
             buffer = sums.at[lax.rem(item - begin, jnp.int32(2))]
             if interpret is None:
-                inline(shared_simt.spread(rows, rescale), total, buffer.at[wg], factors_s, *bias,
-                       arg_types=(plgpu.Layout.WGMMA, REF, REF, *(PER_THREAD for _ in bias)))
+                inline(shared_simt.spread(rows, finished), total, wg, buffer.at[wg], factors_s, *per_row,
+                       arg_types=(plgpu.Layout.WGMMA, SCALAR, REF, REF, *(PER_THREAD for _ in per_row)))
             else:
-                if scaled:
-                    total = shared_mx.rescale_plain(total, factors_s[pl.ds(0, tokens)])
+                if half:
+                    scale = _plain_factors(factor, factor_refs, of_factor, rows) if factor else None
+                    total = shared_half.rescale_plain(format, total, factors_s[pl.ds(0, tokens)], scale)
                 buffer[wg] = total.reshape(matrices, rows, tokens).swapaxes(1, 2)
             meet()
 
@@ -276,14 +284,14 @@ def build(name: str, slots: int, source_rows: int, index: ExpertIndex, n: int, c
             plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle)))
 
     scratch = [
-        tiled(warpgroups, stages, ROWS, stored, dtype=dtype, swizzle=swizzle),
-        tiled(columns // TILE, tokens, TILE, dtype=jnp.float16 if scaled else jnp.bfloat16),
+        tiled(warpgroups, stages, ROWS, stored, dtype=row_format.dtype, swizzle=swizzle),
+        tiled(columns // TILE, tokens, TILE, dtype=jnp.float16 if half else jnp.bfloat16),
         plgpu.SMEM((2, warpgroups, matrices, tokens, rows), jnp.float32),
         plgpu.SMEM((sum(lengths),), jnp.int32),
         plgpu.Barrier(num_arrivals=matrices, num_barriers=warpgroups * stages),
     ]
-    if scaled:
-        scratch += [plgpu.SMEM((scale_buffers, matrices, lines, line), scale_dtype),
+    if row_format.ring:
+        scratch += [plgpu.SMEM((scale_buffers, matrices, lines, line), row_format.ring.dtype),
                     plgpu.Barrier(num_arrivals=matrices, num_barriers=scale_buffers)]
     if interpret is not None:
         scratch += [plgpu.SMEM((tokens, rows), out_dtype), plgpu.Barrier(num_arrivals=warpgroups)]
@@ -344,8 +352,8 @@ def _gather(interpret, wg, meet, expert, place, info, first, drawn_s, order_s, f
             _inline(None, shared_simt.select(tokens, slots, threads), expert, pass_, place, drawn_s, order_s,
                     arg_types=(SCALAR, SCALAR, SCALAR, REF, REF))
 
-        if format != "bf16":
-            code = shared_mx.gather(format, tokens, cols, columns, divisor, wide, threads)
+        if STREAM_FORMATS[format].half:
+            code = shared_half.gather(format, tokens, cols, columns, divisor, wide, threads)
             return _inline(None, code, place, size, first, source, order_s, operand, factors_s,
                            arg_types=(SCALAR, SCALAR, SCALAR, REF, REF, _tiles(128, 2), REF))
         code = shared_simt.gather(tokens, cols, columns, divisor, wide, threads)
@@ -358,19 +366,25 @@ def _gather(interpret, wg, meet, expert, place, info, first, drawn_s, order_s, f
         slot = order_s[pl.ds(place, tokens)]
         slot = jnp.where(jnp.arange(tokens) < size, slot, jnp.int32(0))
         gathered = source[...][slot // divisor]
-        if format != "bf16":
-            gathered, factors_s[pl.ds(0, tokens)] = shared_mx.to_float16(gathered)
+        if STREAM_FORMATS[format].half:
+            gathered, factors_s[pl.ds(0, tokens)] = shared_half.to_float16(gathered)
         gathered = lax.dynamic_slice_in_dim(gathered.astype(operand.dtype), first, columns, 1)
         operand[...] = gathered.reshape(tokens, columns // TILE, TILE).swapaxes(0, 1)
 
     return meet()
 
 
-def _load_bias(present, rows, permuted, first, wg, refs):
+def _load_rows(present, rows, permuted, each, first, refs):
     return plgpu.inline_mgpu(
-        arg_types=(SCALAR, SCALAR, *(REF for _ in refs)),
+        arg_types=(SCALAR, *(REF for _ in refs)),
         return_type=plgpu.ShapeDtypeStruct((2 * WARPGROUP,), jnp.float32, PER_THREAD),
-    )(shared_simt.load_bias(present, rows, permuted))(first, wg, *refs)
+    )(shared_simt.load_rows(present, rows, permuted, int(each)))(first, *refs)
+
+
+def _plain_factors(factor, refs, first, rows):
+    """The scales of the 64 rows of an item, [64, 1]."""
+    of_matrix = [ref[pl.ds(first, rows)] if factor == "row" else jnp.full((rows,), ref[first]) for ref in refs]
+    return jnp.concatenate(of_matrix).astype(jnp.float32)[:, None]
 
 
 def _multiply_dense(interpret, values, operand, part, total, *, tokens, chunk):
@@ -384,13 +398,17 @@ def _multiply_dense(interpret, values, operand, part, total, *, tokens, chunk):
     )(shared_mma.multiply(tokens, chunk))(values, operand, part, total)
 
 
-def _multiply(interpret, values, scales, begins, operand, k, part, total, *, format, tokens, chunk, cols, rows,
-              scale_bytes, swizzle):
+def _multiply(interpret, values, operand, part, total, scales, *, format, tokens, chunk, cols, rows, swizzle):
+    """scales: () or those of the item, where they begin, and which stage of a row this is."""
     if interpret is not None:
-        return shared_mx.multiply_plain(
-            format, values[...], scales[...], begins, operand[...], k, part, total, chunk=chunk, cols=cols, rows=rows)
-    code = shared_mx.multiply(format, tokens, chunk, cols, rows, scale_bytes, swizzle)
+        ring, begins, step = (scales[0][...], *scales[1:]) if scales else (None, None, None)
+        return shared_half.multiply_plain(format, values[...], operand[...], part, total, ring, begins, step,
+                                          chunk=chunk, cols=cols, rows=rows)
+    scale_bytes = math.prod(scales[0].shape[1:]) * scales[0].dtype.itemsize if scales else 0  # of a matrix
+    code = shared_half.multiply(format, tokens, chunk, cols, rows, scale_bytes, swizzle)
+    itemsize = STREAM_FORMATS[format].dtype.itemsize
     return plgpu.inline_mgpu(
-        arg_types=(_tiles(swizzle, 1), REF, SCALAR, _tiles(128, 2), SCALAR, SCALAR, plgpu.Layout.WGMMA),
+        arg_types=(_tiles(swizzle, itemsize), _tiles(128, 2), SCALAR, plgpu.Layout.WGMMA,
+                   *(REF, SCALAR, SCALAR)[:len(scales)]),
         return_type=plgpu.ShapeDtypeStruct((ROWS, tokens), jnp.float32, plgpu.Layout.WGMMA),
-    )(code)(values, scales, begins, operand, k, part, total)
+    )(code)(values, operand, part, total, *scales)

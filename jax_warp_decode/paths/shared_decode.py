@@ -11,14 +11,15 @@ import jax.numpy as jnp
 from jax_warp_decode.activations import Activation
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import ExpertWeights
-from jax_warp_decode.formats import QuantizedArray
 from jax_warp_decode.kernels import shared_common
+from jax_warp_decode.kernels.shared_common import SharedConfig
 from jax_warp_decode.kernels.shared_down import moe_down_shared
 from jax_warp_decode.kernels.shared_gate_up import moe_gate_up_shared
 from jax_warp_decode.paths.decode_op import decode_op
 from jax_warp_decode.routing import Routing
 
 NAME = "shared_decode"
+KERNELS = ("moe_gate_up_shared", "moe_down_shared")
 
 
 def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: Activation, layer=None,
@@ -41,20 +42,21 @@ def refusal(tokens: int, experts_per_token: int, experts: ExpertWeights, x_dtype
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from jax_warp_decode import ExpertWeights
-      >>> w = jax.ShapeDtypeStruct((8, 64, 128), jnp.float16)
-      >>> refusal(16, 2, ExpertWeights(w, w, jax.ShapeDtypeStruct((8, 128, 64), jnp.float16)))[:19]
-      'w_gate: got float16'
+      >>> w = jax.ShapeDtypeStruct((8, 64, 128), jnp.float32)
+      >>> refusal(16, 2, ExpertWeights(w, w, jax.ShapeDtypeStruct((8, 128, 64), jnp.float32)))[:19]
+      'w_gate: got dtype f'
     """
     if experts.w_gate is None:
         return "the experts have no gate projection, the kernels need one"
-    if jnp.dtype(x_dtype) != jnp.bfloat16:
-        return f"x is {jnp.dtype(x_dtype)}, the kernels take bfloat16"
     try:
-        formats = {name: shared_common.stream_format(name, w) for name, w in experts.weights.items()}
+        formats = {name: shared_common.format_of(name, w) for name, w in experts.weights.items()}
+        if formats["w_gate"] != formats["w_up"]:
+            return f"w_up: got {formats['w_up']}, the kernels need {formats['w_gate']} as w_gate"
+        shared_common.check_x(x_dtype, formats["w_gate"])
         for name, w, matrices in _matrices(experts):
-            format, (n, cols) = formats[name], w.shape[-2:]
+            n, cols = w.shape[-2:]
             shared_common.check_sizes(
-                name, n, cols, tokens, experts_per_token, experts.num_experts, format, matrices)
+                name, n, cols, tokens, experts_per_token, experts.num_experts, formats[name], matrices)
     except (ArgumentError, UnsupportedError) as error:
         return str(error)
     return ""
@@ -74,8 +76,15 @@ def relative_time(tokens: int, experts_per_token: int, experts: ExpertWeights) -
       [1.05, 1.07, 1.47]
     """
     return sum(matrices * shared_common.estimate(
-        tokens, experts_per_token, experts.num_experts, w.shape[-1], experts.format, matrices)[0]
-        for _, w, matrices in _matrices(experts)) / 3
+        tokens, experts_per_token, experts.num_experts, w.shape[-1], shared_common.format_of(name, w), matrices)[0]
+        for name, w, matrices in _matrices(experts)) / 3
+
+
+def configs(tokens: int, experts_per_token: int, experts: ExpertWeights) -> dict[str, SharedConfig]:
+    """The configuration of each kernel, for what `refusal` allows."""
+    return {kernel: SharedConfig.heuristic(tokens, experts_per_token, experts.num_experts, w.shape[-1],
+                                           shared_common.format_of(name, w), matrices)
+            for kernel, (name, w, matrices) in zip(KERNELS, _matrices(experts), strict=True)}
 
 
 def _matrices(experts):
@@ -99,10 +108,10 @@ def temporary_bytes(tokens: int, experts_per_token: int, experts: ExpertWeights)
 
 
 def intermediate_dtype(experts: ExpertWeights):
-    """float32 for quantised weights, which meet rows in float16 with a scale of their own: the error of a layer is that
-    of rounding its result. bfloat16 for bfloat16 weights, whose product takes nothing else.
+    """bfloat16 for bfloat16 weights, whose product takes nothing else. float32 for others, which meet rows in float16
+    with a scale of their own: the error of a layer is that of rounding its result.
     """
-    return jnp.float32 if isinstance(experts.w_up, QuantizedArray) else jnp.bfloat16
+    return jnp.bfloat16 if experts.format == "bf16" else jnp.float32
 
 
 @functools.cache
