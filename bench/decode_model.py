@@ -60,19 +60,20 @@ class Case:
 def default_cases(attention: str) -> list[Case]:
     """In order of importance within a format; what a format's weights are made for comes together."""
     small, contexts = (1, 2, 4), (1024, 4096, 16384, 32768)
-    grid = itertools.product
+    grid, others = itertools.product, [(1, 1024), (4, 1024), (32, 1024), (2, 1024), (8, 1024), (1, 32768), (4, 32768)]
     return [
         *(Case("mxfp8", OURS, 1, c, attention) for c in contexts),
         *(Case("mxfp8", OURS, b, c, attention) for b, c in grid((2, 4), contexts)),
         *(Case("mxfp8", OURS, b, 1024, attention) for b in (8, 32)),
         Case("mxfp8", OURS, 1, 131072, attention),
         *(Case("mxfp8", OURS, 1, 1024, other) for other in FORMS if other != attention),
-        *(Case("mxfp8", "expert_centric_mxfp8", b, 1024, attention) for b in (1, 4)),
+        *(Case("mxfp8", "expert_centric_mxfp8", b, c, attention) for b, c in others),
+        *(Case("mxfp8", "expert_centric", b, 1024, attention) for b in (1, 4, 32)),
         *(Case("bf16", OURS, b, c, attention) for b, c in grid(small, contexts)),
         *(Case("bf16", OURS, b, 1024, attention) for b in (8, 32)),
-        *(Case("bf16", "expert_centric", b, 1024, attention) for b in (1, 4)),
         *(Case("bf16", "tokamax_mosaic", b, c, attention) for b, c in grid(small, contexts)),
-        Case("bf16", "tokamax_mosaic", 8, 1024, attention),
+        *(Case("bf16", "tokamax_mosaic", b, 1024, attention) for b in (8, 32)),
+        *(Case("bf16", "expert_centric", b, c, attention) for b, c in others),
         *(Case("bf16", "lax_ragged_dot", b, 1024, attention) for b in (1, 4)),
     ]
 
