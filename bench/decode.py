@@ -287,7 +287,8 @@ def main(argv=None) -> int:
             print(f"{format}: {describe(error)}", flush=True)
             report.add(dict(format=format, strategy=OURS, batch=0, context=0, attention="", error=describe(error)))
     for row in report.facts["speedups"]:
-        print(f"B={row['batch']} {row['context']:6} {row['format']:6} over {row['peer']} in {row['peer_format']}: step "
+        print(f"B={row['batch']} {row['context']:6} {row['format']:6} over {row['peer']} in {row['peer_format']}, "
+              f"{row['form']} around it: step "
               f"{row['tokens_per_s']:.2f} x, experts {row['experts']:.2f} x")
     print(f"after {time.perf_counter() - start:.0f} s")
     wrong = report.finish()

@@ -22,7 +22,8 @@ MODEL = Qwen3MoeConfig(
     num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, rope_theta=1e6,
     max_position_embeddings=262144)
 SHARED_LEN = 32768
-FORMS = ("fused", "split_k", "cudnn", "xla")  # of the step around the experts, the first that works is used
+LIBRARY = "cudnn"
+FORMS = ("fused", "split_k", LIBRARY, "xla")  # of the step around the experts, the first that works is used
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +74,8 @@ def default_cases(attention: str) -> list[Case]:
         *(Case("bf16", OURS, b, 1024, attention) for b in (8, 32)),
         *(Case("bf16", "tokamax_mosaic", b, c, attention) for b, c in grid(small, contexts)),
         *(Case("bf16", "tokamax_mosaic", b, 1024, attention) for b in (8, 32)),
+        # With nothing of this package around the experts but the router: a path that has none of it.
+        *(Case("bf16", "tokamax_mosaic", b, c, LIBRARY) for b, c in [*grid(small, (1024, 32768)), (4, 16384)]),
         *(Case("bf16", "expert_centric", b, c, attention) for b, c in others),
         *(Case("bf16", "lax_ragged_dot", b, 1024, attention) for b in (1, 4)),
     ]

@@ -34,20 +34,23 @@ def experts_us(row: dict) -> float:
 
 
 def speedups(results: list[dict]) -> list[dict]:
-    """Per batch size and context: ours over the best path that is not ours, of the whole step and of the experts."""
+    """Per batch size and context: ours over the best path that is not ours, of the whole step and of the experts.
+
+    The step around the peer's experts has the form of ours, or another one: `form`.
+    """
     timed = [r for r in results if "parts" in r]
-    form = timed[0]["attention"] if timed else ""
+    own = timed[0]["attention"] if timed else ""
     found = []
-    for batch, context in dict.fromkeys((r["batch"], r["context"]) for r in timed):
-        here = [r for r in timed if (r["batch"], r["context"], r["attention"]) == (batch, context, form)]
-        peers = [r for r in here if r["strategy"].startswith(("tokamax", "lax"))]
+    for batch, context, form in dict.fromkeys((r["batch"], r["context"], r["attention"]) for r in timed):
+        here = [r for r in timed if (r["batch"], r["context"]) == (batch, context)]
+        peers = [r for r in here if r["strategy"].startswith(("tokamax", "lax")) and r["attention"] == form]
         if not peers:
             continue
         best = min(peers, key=lambda r: r["us"])
-        for ours in (r for r in here if r["strategy"] == OURS):
+        for ours in (r for r in here if r["strategy"] == OURS and r["attention"] == own):
             found.append(dict(
                 batch=batch, context=context, format=ours["format"], peer=best["strategy"], peer_format=best["format"],
-                tokens_per_s=best["us"] / ours["us"], experts=experts_us(best) / experts_us(ours)))
+                form=form, tokens_per_s=best["us"] / ours["us"], experts=experts_us(best) / experts_us(ours)))
     return found
 
 
@@ -61,7 +64,7 @@ def plot(path: pathlib.Path, results: list[dict]) -> None:
 
     timed = [r for r in results if "parts" in r]
     timed = [r for r in timed if r["attention"] == timed[0]["attention"]]
-    fig, (left, right, last) = plt.subplots(1, 3, figsize=(20, 5))
+    fig, (left, right, last) = plt.subplots(1, 3, figsize=(24, 6))
     colors: dict[tuple, str] = {}
     for format, strategy, batch in dict.fromkeys((r["format"], r["strategy"], r["batch"]) for r in timed):
         rows = sorted((r for r in timed if (r["format"], r["strategy"], r["batch"]) == (format, strategy, batch)),
@@ -72,10 +75,10 @@ def plot(path: pathlib.Path, results: list[dict]) -> None:
         left.plot([r["context"] for r in rows], [r["tokens_per_s"] for r in rows], STYLES[batch], marker="o",
                   markersize=4, color=color, label=f"{format} {strategy}, B={batch}")
     left.set(xscale="log", yscale="log", xlabel="context", ylabel="tokens/s", title="Qwen3-30B-A3B shape, one GPU")
-    left.legend(fontsize=8)
+    left.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))  # beside it: curves fill the axes
     left.grid(alpha=0.3)
     bars = [r for r in timed if r["batch"] == 1 and r["context"] == min(x["context"] for x in timed)]
-    names = [f"{r['format']}\n{r['strategy']}" for r in bars]
+    names = ["\n".join((r["format"], *r["strategy"].split("_"))) for r in bars]
     bottom = np.zeros(len(bars))
     for name in parts.PARTS:
         us = np.array([r["parts"].get(name, dict(us=0.0))["us"] for r in bars])
