@@ -12,7 +12,8 @@ from jax_warp_decode import ExpertWeights, Routing, formats, quantize
 from jax_warp_decode.presets import Preset
 
 PATTERNS = ("uniform", "one_hot", "zipf")
-FORMATS = ("bf16", *formats.FORMATS)
+HALF = {"bf16": jnp.bfloat16, "f16": jnp.float16}
+FORMATS = (*HALF, *formats.FORMATS)
 ZIPF_EXPONENT = 1.0
 
 
@@ -55,7 +56,7 @@ def make_experts(key: jax.Array, preset: Preset, format: str) -> ExpertWeights:
 def _weight(key, E, n, m, format):
     def one(key):
         w = jax.random.normal(key, (n, m), jnp.bfloat16) * jnp.bfloat16(1 / math.sqrt(m))
-        return w if format == "bf16" else quantize(w, format)
+        return w.astype(HALF[format]) if format in HALF else quantize(w, format)
 
     return jax.lax.map(one, jax.random.split(key, E))  # one expert at a time: quantising needs float32 temporaries
 
