@@ -1,13 +1,16 @@
-"""Files of measured kernel configurations: one kind of GPU each, JSON, checked when read, replaced as a whole.
+"""Files of measured kernel configurations and layers: one kind of GPU each, JSON, checked when read, replaced whole.
 
     {"schema": 2, "device_kind": "NVIDIA H200", "configs": [
     {"kernel": "moe_down", "format": "bf16", "H": 2048, "I": 768, "K": 8, "T": 1,
      "config": {"lanes": 32, "rows": 2, "unroll": 4}, "us": 7.4, ...}
+    ], "layers": [
+    {"strategy": "warp_decode", "format": "bf16", "H": 2048, "I": 768, "E": 128, "K": 8, "T": 1, "us": 21.2, ...}
     ]}
 
-An entry has the fields of `Entry`; two of one shape and T are an error. A kernel or a format that this version does not
-know is ignored, and kept when the file is written: the user's file is shared by all versions that are installed. Two
-places are read: the user's file, see `user_file`, and the package's own.
+The entries have the fields of `Entry` and of `LayerTime`; two of one shape and T are an error. A file may be without
+"layers". A kernel, a strategy or a format that this version does not know is ignored, and kept when the file is
+written: the user's file is shared by all versions that are installed. Two places are read: the user's file, see
+`user_file`, and the package's own.
 """
 
 import dataclasses
@@ -15,17 +18,19 @@ import datetime
 import functools
 import importlib.resources
 import json
-import math
 import os
 import pathlib
 import re
 import tempfile
+from collections.abc import Sequence
+from typing import Any
 
 from jax_warp_decode.errors import ArgumentError
 
 SCHEMA = 2
 VARIABLE = "JAX_WARP_DECODE_TUNED"
-MOST_SIZE = 2**31 - 1  # of H, I, K and T
+MOST_SIZE = 2**31 - 1  # of H, I, E, K and T
+MOST_US = 1e12  # eleven days
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,22 +65,76 @@ class Entry:
         """Whether the fields, which come from a file, have their types. A config that does not fit is found in use."""
         times = [self.us, *(t for t in (self.heuristic_us, self.runner_up_us) if t is not None)]
         return (isinstance(self.config, dict) and isinstance(self.runner_up, dict | None)
-                and all(type(n) is int and 0 < n <= MOST_SIZE for n in (self.H, self.I, self.K, self.T))
-                and all(type(t) in (int, float) and 0 < t < math.inf for t in times)
-                and all(isinstance(text, str) for text in (self.kernel, self.format, self.jax, self.date)))
+                and _are_sound((self.H, self.I, self.K, self.T), times,
+                               (self.kernel, self.format, self.jax, self.date)))
 
     @property
     def shape(self) -> tuple:
         return self.kernel, self.format, self.H, self.I, self.K
 
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.format} H={self.H} I={self.I} K={self.K} T={self.T}"
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerTime:
+    """The measured time of a strategy on a layer's routed experts, one of the "layers" of a file.
+
+    Attributes:
+      strategy, format, H, I, E, K, T: what was measured, with bfloat16 x and uniform routing. Biases and the activation
+        cost next to nothing, and do not count.
+      us: microseconds per layer.
+      jax, date: as in `Entry`.
+    """
+
+    strategy: str
+    format: str
+    H: int
+    I: int
+    E: int
+    K: int
+    T: int
+    us: float
+    jax: str
+    date: str
+
+    def is_sound(self) -> bool:
+        """Whether the fields, which come from a file, have their types."""
+        return _are_sound((self.H, self.I, self.E, self.K, self.T), [self.us],
+                          (self.strategy, self.format, self.jax, self.date))
+
+    @property
+    def shape(self) -> tuple:
+        return self.strategy, self.format, self.H, self.I, self.E, self.K
+
+    def __str__(self) -> str:
+        return f"{self.strategy} {self.format} H={self.H} I={self.I} E={self.E} K={self.K} T={self.T}"
+
+
+def _are_sound(sizes: tuple, times: list, texts: tuple) -> bool:
+    return (all(type(n) is int and 0 < n <= MOST_SIZE for n in sizes)
+            and all(type(t) in (int, float) and 0 < t <= MOST_US for t in times)
+            and all(isinstance(text, str) for text in texts))
+
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A file of measured configurations for one kind of GPU: entries by (kernel, format, H, I, K), then by T."""
+    """A file of measurements for one kind of GPU.
+
+    Attributes:
+      shapes: entries by (kernel, format, H, I, K), then by T.
+      layers: times by (strategy, format, H, I, E, K), then by T.
+    """
 
     path: pathlib.Path
     device_kind: str
     shapes: dict[tuple, dict[int, Entry]]
+    layers: dict[tuple, dict[int, LayerTime]]
+
+    def entries(self) -> list[Entry | LayerTime]:
+        """All of the file."""
+        shapes: list[dict[int, Any]] = [*self.shapes.values(), *self.layers.values()]
+        return [entry for by_tokens in shapes for entry in by_tokens.values()]
 
 
 def slug(device_kind: str) -> str:
@@ -151,18 +210,8 @@ def _parse(path: pathlib.Path, version: tuple) -> Table:
         schema = content["schema"]
         if schema != SCHEMA:
             raise refused(path, f"has schema {schema!r}, expected {SCHEMA}")
-        table = Table(path, content["device_kind"], {})
-        if not isinstance(content["configs"], list):
-            raise ValueError(f"configs is {content['configs']!r}")
-        for fields in content["configs"]:
-            entry = Entry(**fields)
-            if not entry.is_sound():
-                raise ValueError(f"an entry reads {fields}")
-            by_tokens = table.shapes.setdefault(entry.shape, {})
-            if entry.T in by_tokens:
-                raise ValueError(f"two entries are of {entry.kernel} {entry.format} H={entry.H} I={entry.I} "
-                                 f"K={entry.K} T={entry.T}")
-            by_tokens[entry.T] = entry
+        table = Table(path, content["device_kind"], _entries(Entry, "configs", content["configs"]),
+                      _entries(LayerTime, "layers", content.get("layers", [])))
         if not isinstance(table.device_kind, str):
             raise ValueError(f"device_kind is {table.device_kind!r}")
     except ArgumentError:
@@ -174,26 +223,52 @@ def _parse(path: pathlib.Path, version: tuple) -> Table:
     return table
 
 
+def _entries(kind: type, name: str, found) -> dict[tuple, dict]:
+    """A list of a file by shape, then by T; `ValueError` or `TypeError` if it cannot be one."""
+    if not isinstance(found, list):
+        raise ValueError(f"{name} is {found!r}")
+    shapes: dict[tuple, dict] = {}
+    for fields in found:
+        entry = kind(**fields)
+        if not entry.is_sound():
+            raise ValueError(f"an entry reads {fields}")
+        by_tokens = shapes.setdefault(entry.shape, {})
+        if entry.T in by_tokens:
+            raise ValueError(f"two entries are of {entry}")
+        by_tokens[entry.T] = entry
+    return shapes
+
+
 def refused(path: pathlib.Path, what: str) -> ArgumentError:
     """The error about a file that cannot be used."""
     return ArgumentError(f"tuned configurations: {path} {what}; delete the file, after which 'jax-warp-decode "
                          f"autotune' can write it anew, or let the environment variable {VARIABLE} name another")
 
 
-def write_entries(path: pathlib.Path, device_kind: str, entries: list[Entry]) -> None:
+def write_entries(path: pathlib.Path, device_kind: str, entries: Sequence[Entry | LayerTime]) -> None:
     """Adds measurements to a file, which is made if need be; those of the same shape and T are replaced.
 
-    The file changes at once or not at all: it is written beside the old one and then takes its name.
+    The file changes at once or not at all, see `write_table`.
 
     Raises:
       ArgumentError: the file exists and is corrupt, of another schema or of another kind of GPU; it stays as it is.
       OSError: the folder cannot be written.
     """
-    old = read_table(path, device_kind)
-    merged = {(*e.shape, e.T): e for by_tokens in (old.shapes.values() if old else ()) for e in by_tokens.values()}
-    merged |= {(*e.shape, e.T): e for e in entries}
-    lines = ",\n".join(json.dumps(dataclasses.asdict(merged[key])) for key in sorted(merged))
-    text = f'{{"schema": {SCHEMA}, "device_kind": {json.dumps(device_kind)}, "configs": [\n{lines}\n]}}\n'
+    table = read_table(path, device_kind)
+    write_table(path, device_kind, [*(table.entries() if table else ()), *entries])
+
+
+def write_table(path: pathlib.Path, device_kind: str, entries: Sequence[Entry | LayerTime]) -> None:
+    """Writes a file with these measurements alone, of several of one shape and T the last.
+
+    It is written beside the old one and then takes its name.
+    """
+    def lines(kind: type) -> str:
+        last = {(*e.shape, e.T): e for e in entries if isinstance(e, kind)}
+        return ",\n".join(json.dumps(dataclasses.asdict(last[key])) for key in sorted(last))
+
+    text = (f'{{"schema": {SCHEMA}, "device_kind": {json.dumps(device_kind)}, "configs": [\n{lines(Entry)}\n], '
+            f'"layers": [\n{lines(LayerTime)}\n]}}\n')
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
         try:
@@ -208,5 +283,5 @@ def write_entries(path: pathlib.Path, device_kind: str, entries: list[Entry]) ->
 
 
 def now() -> str:
-    """The date of an `Entry`."""
+    """The date of an entry."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
