@@ -1,4 +1,8 @@
-"""Which strategy runs, decided from static facts at trace time, with the reason in words."""
+"""Which strategy runs, decided from static facts at trace time, with the reason in words.
+
+"auto" takes the fastest that can run: by `measured_layers` where this layer was measured on this kind of GPU, else by
+an estimate. A file of measurements is read while JAX traces and again when it has changed, as in `tuning`.
+"""
 
 import dataclasses
 import functools
@@ -11,6 +15,7 @@ import jax.numpy as jnp
 from jax import export
 from jax.typing import DTypeLike
 
+from jax_warp_decode import measured_layers
 from jax_warp_decode.device import FIRST_CUDA, capability, software_refusal
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import DENSE_FORMATS, ExpertWeights, check_experts, is_float
@@ -123,7 +128,9 @@ def available_strategies() -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What strategies take on an H200, in bytes that it could read meanwhile; fitted to `bench.crossovers`.
+    """An estimate of what strategies take, in bytes that the GPU could read meanwhile.
+
+    Fitted to `bench.crossovers` on an H200; for layers and GPUs that were not measured, see `measured_layers`.
 
     Attributes:
       again: of a byte that `warp_decode` reads for the second slot of an expert, and for each further one, from the L2
@@ -207,18 +214,18 @@ def _warning(chosen: str, slots: int, experts: ExpertWeights, x_dtype) -> str:
     return ""
 
 
-def _by_speed(tokens: int, experts_per_token: int, experts: ExpertWeights, x_dtype, refused) -> list[str]:
-    """All strategies, those first that should be the fastest; `refused(name)` says why one cannot run."""
-    measured = experts.format in COSTS
+def _costs(tokens: int, experts_per_token: int, experts: ExpertWeights, x_dtype, refused) -> dict[str, float]:
+    """The estimate by strategy, see `Costs`; `refused(name, tokens)` says why one cannot run."""
+    fitted = experts.format in COSTS
     shared = 1.0  # where it is refused: so that `auto` says why
-    if not refused("shared_decode"):
-        shared = shared_decode.relative_time(tokens, experts_per_token, experts) * (1 if measured else UNTIMED)
+    if not refused("shared_decode", tokens):
+        shared = shared_decode.relative_time(tokens, experts_per_token, experts) * (1 if fitted else UNTIMED)
     costs = COSTS[measured_format(experts.format)].of(tokens, experts_per_token, experts, shared)
     if expert_centric.operand_dtype(x_dtype, experts.format) != jnp.bfloat16:
         costs["expert_centric"] = math.inf  # a scan over all experts
-    elif not measured or _widened(experts, x_dtype):
+    elif not fitted or _widened(experts, x_dtype):
         costs["expert_centric"] = WIDENED * _values(experts) + COSTS["bf16"].launches["expert_centric"]
-    return [*sorted(costs, key=costs.__getitem__), *(name for name in TABLE if name not in costs)]
+    return costs
 
 
 def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dtype: DTypeLike, strategy: str = "auto",
@@ -235,7 +242,8 @@ def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
       shares: devices that the experts are split over, of which these are one part: a token's slots fall on all of them.
 
     Raises:
-      ArgumentError: unknown strategy; sizes, dtypes or weights that `moe` refuses.
+      ArgumentError: unknown strategy; sizes, dtypes or weights that `moe` refuses; a file of measurements that cannot
+        be used.
       UnsupportedError: the named strategy cannot run here; the message says what can.
 
     Example:
@@ -266,21 +274,30 @@ def decide(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
     if not isinstance(strategy, str) or strategy not in ("auto", *STRATEGIES):
         raise ArgumentError(f"strategy: got {strategy!r}, expected 'auto' or one of {list(STRATEGIES)}")
 
-    @functools.cache  # `auto` asks for the same name more than once
-    def refused(name):
+    @functools.cache  # `auto` asks for the same more than once
+    def refused(name, tokens):
         return TABLE[name].refuses(tokens, experts_per_token, experts, x_dtype, interpret)
 
     if strategy != "auto":
-        if why := refused(strategy):
+        if why := refused(strategy, tokens):
             raise UnsupportedError(f"strategy: {strategy!r} cannot run: {why}")
         return Choice(strategy, "asked for")
-    skipped: dict[str, list[str]] = {}  # reason -> the strategies it holds for
     slots = max(1, experts_per_token // shares)  # of a token, here
-    for chosen in _by_speed(tokens, slots, experts, x_dtype, refused):
-        if not (why := refused(chosen)):
+    estimate = functools.cache(lambda tokens: _costs(tokens, slots, experts, x_dtype, refused))
+    times, measured = estimate(tokens), None
+    runnable = [name for name in times if not refused(name, tokens)]
+    if shares == 1 and not interpret and jnp.dtype(x_dtype) == jnp.bfloat16:
+        measured = measured_layers.find(runnable, estimate, format=experts.format, T=tokens, K=slots,
+                                        H=experts.hidden, I=experts.intermediate, E=experts.num_experts)
+        times = measured.us if measured else times
+    skipped: dict[str, list[str]] = {}  # reason -> the strategies it holds for
+    for chosen in (*sorted(times, key=times.__getitem__), *(name for name in TABLE if name not in times)):
+        if not (why := refused(chosen, tokens)):
             break
         skipped.setdefault(why, []).append(chosen)
     reasons = [f"{' and '.join(names)} cannot run: {why}" for why, names in skipped.items()]
+    if measured:
+        reasons.insert(0, measured.reason(chosen, [name for name in runnable if name != chosen]))
     load = tokens * slots / experts.num_experts
     warning = _warning(chosen, tokens * slots, experts, x_dtype)
     pairs = f"{tokens} tokens x {slots} slots on {experts.num_experts} experts: {load:.3g} pairs per expert"

@@ -14,10 +14,10 @@ import functools
 import importlib.resources
 import json
 import math
-from collections.abc import Sequence
 
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.formats import FORMATS
+from jax_warp_decode.measured_layers import interpolate
 from jax_warp_decode.presets import Preset, get_preset
 from jax_warp_decode.routing import expected_experts
 
@@ -84,15 +84,6 @@ def load_table(name: str = "nvidia-h200") -> dict:
     """The measurements that ship with the package, see bench/plan_table.py."""
     file = importlib.resources.files("jax_warp_decode") / "data" / "plan" / f"{name}.json"
     return json.loads(file.read_text())
-
-
-def interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
-    """y at x = `at`, as a power of x between two points (x, y); the ends hold beyond."""
-    i = bisect.bisect([x for x, _ in points], at)
-    if i in (0, len(points)):
-        return points[min(i, len(points) - 1)][1]
-    (x0, y0), (x1, y1) = points[i - 1:i + 1]
-    return y0 * (y1 / y0) ** (math.log(at / x0) / math.log(x1 / x0))
 
 
 def stand_in(format: str) -> str:
