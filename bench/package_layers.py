@@ -32,7 +32,8 @@ def entry_of(row: dict, meta: dict) -> LayerTime:
 def collect(folder: pathlib.Path = RESULTS) -> list[LayerTime]:
     """The entries that the results in this folder make."""
     newest: dict[tuple, LayerTime] = {}
-    for report in sorted((json.loads((folder / name).read_text()) for name in SOURCES), key=lambda r: r["meta"]["date"]):
+    reports = [json.loads((folder / name).read_text()) for name in SOURCES]
+    for report in sorted(reports, key=lambda report: report["meta"]["date"]):
         if report["meta"]["device"] != DEVICE:
             raise SystemExit(f"a report is of {report['meta']['device']}, expected {DEVICE}")
         for row in report["results"]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import itertools
 import json
 import os
@@ -30,9 +31,10 @@ from jax_warp_decode.kernels.down_tensor import DownTensorConfig
 from jax_warp_decode.kernels.gate_up_tensor import GateUpTensorConfig
 from jax_warp_decode.kernels.grouped_config import GroupedConfig
 from jax_warp_decode.measure import job as measured_job
-from jax_warp_decode.measure import timing
+from jax_warp_decode.measure import strategies, timing, variants
 from jax_warp_decode.measure.candidates import candidates
 from jax_warp_decode.measure.job import Job, Result
+from jax_warp_decode.measure.strategies import StrategyJob
 from jax_warp_decode.presets import PRESETS, Preset
 from jax_warp_decode.tuned_table import Entry
 
@@ -432,6 +434,7 @@ def test_autotune_without_a_gpu_makes_nothing(tmp_path, capsys, monkeypatch):
     (["--shape", "256", "64", "2", "4"], ["K = 4", "E = 2"]),
     (["--shape", "256", "64", "4", "0"], ["K=0", "positive"]),
     (["--shape", "256", "64", "4", "2", "--batch", "0"], ["batch", "0"]),
+    (["--shape", "256", "64", "4", "2", "--switch", "16", "-1"], ["switch", "-1"]),
     (["--shape", "256", "64", "4", "2", "--format", "int3"], ["int3", "mxfp8"]),
     (["--shape", "240", "64", "4", "2", "--format", "mxfp8"], ["H=240", "MXFP8"]),
     (["--shape", "256", "64"], ["--shape", "4 arguments"]),
@@ -499,6 +502,79 @@ def test_autotune_keeps_the_fastest_of_the_right_ones(interpreted, files, monkey
     kept = tuned_table.read_table(user, DEVICE).shapes["moe_gate_up", "bf16", 256, 64, 2][1]
     assert (kept.config["rows"], kept.us, kept.runner_up_us, kept.heuristic_us) == (2, 4.0, 8.0, None)
     assert kept.jax == jax.__version__
+
+
+STRATEGY_US = dict(warp_decode=4.0, shared_decode=9.0, expert_centric=7.0)
+
+
+@pytest.fixture
+def timed_strategies(interpreted, monkeypatch):
+    """The same GPU, on which a strategy takes `STRATEGY_US`, and `expert_centric` is wrong for two tokens.
+
+    Yields what was lowered: (strategy, tokens, the configurations of `warp_decode`).
+    """
+    real, real_measure, lowered = strategies.moe, variants.measure, []
+
+    def moe(x, *args, strategy, **options):
+        lowered.append((strategy, len(x), set(tuning._overrides.value)))
+        y = real(x, *args, strategy=strategy, interpret=strategy != "expert_centric", **options)
+        return y * jnp.asarray(2 if (strategy, len(x)) == ("expert_centric", 2) else 1, y.dtype)
+
+    def measure(steps, count, threads, gpu):
+        assert all(len(v.layers) >= 2 and v.layers[0][2] is not v.layers[1][2] for v in steps)
+        rows = real_measure(steps, count, threads, gpu=gpu)
+        return [row if "error" in row else row | dict(us=STRATEGY_US[row["strategy"]], clock="device") for row in rows]
+
+    monkeypatch.setattr(strategies, "moe", moe)
+    monkeypatch.setattr(variants, "measure", measure)
+    monkeypatch.setattr(importlib.import_module("jax_warp_decode.choose"), "no_gpu_reason", lambda: "")
+    monkeypatch.setattr(tune, "no_gpu_reason", lambda: "")
+    monkeypatch.setattr(tune, "_workers", lambda jobs: 1)
+    monkeypatch.setattr(tune, "_room", lambda: 1e9)
+    return lowered
+
+
+def test_autotune_times_the_strategies_with_the_configurations_that_it_found(timed_strategies, files, monkeypatch):
+    user, _ = files
+    chosen = {"moe_gate_up": [GateUpConfig(8, 1, 2), GateUpConfig(8, 2, 1)], "moe_down": [DownConfig(8, 4, 1)]}
+    monkeypatch.setattr(Job, "candidates", lambda self, kernel: chosen[kernel])
+    with user.with_suffix(".txt").open("w+") as screen:
+        tune.autotune([StrategyJob(SMALL, "bf16", 2), Job(SMALL, "bf16", 1), StrategyJob(SMALL, "bf16", 1)], user,
+                      Console(file=screen))
+        screen.seek(0)
+        text = screen.read()
+    assert "small bf16 T=1: fastest warp_decode 4.0 us; expert_centric 7.0 us; shared_decode 9.0 us" in text
+    assert "small bf16 T=2: fastest warp_decode 4.0 us; shared_decode 9.0 us\n" in text
+    assert "warning: small bf16 T=2: expert_centric was not timed: ArithmeticError: wrong result" in text
+    assert tuned_table.VARIABLE not in os.environ
+    fastest = {GateUpConfig(8, 2, 1), DownConfig(8, 4, 1)}
+    assert len(timed_strategies) >= 6 and all(configs == fastest for _, _, configs in timed_strategies)
+    table = tuned_table.read_table(user, DEVICE)
+    assert {(shape[0], T): time.us for shape, times in table.layers.items() for T, time in times.items()} == {
+        ("warp_decode", 1): 4.0, ("warp_decode", 2): 4.0, ("shared_decode", 1): 9.0, ("shared_decode", 2): 9.0,
+        ("expert_centric", 1): 7.0}
+    assert ("warp_decode", "bf16", 256, 64, 4, 2) in table.layers and len(table.shapes) == 2
+
+
+def test_strategies_that_do_not_fit_on_the_gpu_are_told_and_configurations_kept(timed_strategies, files, monkeypatch):
+    monkeypatch.setattr(tune, "_room", lambda: 1e5)
+    monkeypatch.setattr(Job, "candidates", lambda self, kernel: dict(
+        moe_gate_up=[GateUpConfig(8, 1, 2)], moe_down=[DownConfig(8, 4, 1)])[kernel])
+    with pytest.raises(ArgumentError, match="T=1: strategies were not timed: the layers of a step take .* GB, more"):
+        tune.autotune([Job(SMALL, "bf16", 1), StrategyJob(SMALL, "bf16", 1)], files[0], Console(quiet=True))
+    table = tuned_table.read_table(files[0], DEVICE)
+    assert len(table.shapes) == 2 and not table.layers and timed_strategies == []
+
+
+def test_the_command_times_strategies_at_both_lists(files, monkeypatch):
+    asked = []
+    monkeypatch.setattr(tune, "autotune", lambda jobs, *_: asked.extend(jobs))
+    for arguments in ([], ["--batch", "3", "16", "--switch"]):
+        assert cli.main(["autotune", "--shape", "256", "64", "4", "2", *arguments]) == 0
+    tokens = [(type(job).__name__, job.tokens) for job in asked]
+    assert tokens == [("Job", T) for T in (1, 2, 4, 8)] + [
+        ("StrategyJob", T) for T in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)] + [
+        ("Job", 3), ("Job", 16), ("StrategyJob", 3), ("StrategyJob", 16)]
 
 
 def test_a_file_that_cannot_be_used_is_deleted_and_written_anew(files, monkeypatch):

@@ -29,7 +29,7 @@ from jax_warp_decode.measure.variants import compile_reference
 from jax_warp_decode.moe import moe
 from jax_warp_decode.presets import Preset
 from jax_warp_decode.routing import Routing
-from jax_warp_decode.tuned_table import Entry
+from jax_warp_decode.tuned_table import Entry, LayerTime
 
 STEP_BYTES = 300e6  # that a step reads at least, five times the L2 cache of an H200
 MOST_LAYERS = 16  # in a step; smaller models than this stay in L2, as they do in use
@@ -38,20 +38,18 @@ TOLERANCE = 1e-2  # relative L2 error against the float32 reference
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-    """One shape to find configurations for.
+class Case:
+    """What is measured.
 
     Attributes:
       preset: the sizes of the layer.
       format: of the weights, one of `inputs.FORMATS`.
       tokens: T.
-      most: candidates per kernel.
     """
 
     preset: Preset
     format: str
     tokens: int
-    most: int = MOST
 
     def __str__(self) -> str:
         return f"{self.preset.name} {self.format} T={self.tokens}"
@@ -62,7 +60,7 @@ class Job:
         if self.format not in inputs.FORMATS:
             raise ArgumentError(f"format: got {self.format!r}, expected one of {list(inputs.FORMATS)}")
         if self.tokens < 1:
-            raise ArgumentError(f"batch: got {self.tokens}, expected at least 1 token")
+            raise ArgumentError(f"batch or switch: got {self.tokens}, expected at least 1 token")
         if min(p.hidden, p.intermediate, p.num_experts, p.experts_per_token) < 1:
             raise ArgumentError(f"shape: got {_sizes(p)}, expected positive sizes H I E K")
         if p.experts_per_token > p.num_experts:
@@ -72,6 +70,17 @@ class Job:
             raise UnsupportedError(f"shape: got {_sizes(p)}, expected H and I in multiples of 32, the block of MXFP8")
         checks.dimensions("w_gate", p.hidden, p.intermediate, self.format)
         checks.dimensions("w_down", p.intermediate, p.hidden, self.format)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job(Case):
+    """One shape to find configurations for.
+
+    Attributes:
+      most: candidates per kernel.
+    """
+
+    most: int = MOST
 
     def candidates(self, kernel: str) -> list:
         p = self.preset
@@ -106,6 +115,11 @@ class Job:
         return first, layers
 
     @property
+    def lowerings(self) -> int:
+        """Programs that are lowered."""
+        return len(self.pairs())
+
+    @property
     def nbytes(self) -> int:
         """Device memory for the weights."""
         return _nbytes(self.pool(self.routing[0]))
@@ -115,8 +129,8 @@ class Job:
 class Result:
     """What a job found: the entries to write, and in words what went wrong."""
 
-    job: Job
-    entries: tuple[Entry, ...]
+    job: Case
+    entries: tuple[Entry | LayerTime, ...]
     problems: tuple[str, ...]
 
 

@@ -1,6 +1,7 @@
 """Ways to run the same layers: compiled side by side, checked, timed in one trace. One that fails stops no other."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -93,10 +94,11 @@ def build(jobs: Sequence[tuple[Callable | Exception, Sequence[tuple]]], threads:
 
 
 def measure(variants: Sequence[Variant], steps: int, threads: int = 8,
-            announce: Callable[[dict], None] = lambda row: None) -> list[dict]:
+            announce: Callable[[dict], None] = lambda row: None, gpu=None) -> list[dict]:
     """The rows with the fields of a `timing.Timing`, or with "error". Without a GPU they are only checked.
 
-    `announce` gets the row of a variant before it runs for the first time, for those who outlive a process it ends.
+    `announce` gets the row of a variant before it runs for the first time, for those who outlive a process it ends;
+    `gpu` is a lock, held from then on.
 
     Example:
       >>> import jax.numpy as jnp
@@ -107,22 +109,24 @@ def measure(variants: Sequence[Variant], steps: int, threads: int = 8,
       [(2, None), (3, 'ArithmeticError: wrong result, relative L2 5.0e-01')]
     """
     calls: list[tuple[Variant, Any]] = []
-    for variant, step in zip(variants, build([(v.layer, v.layers) for v in variants], threads), strict=True):
-        try:
-            if isinstance(step, Exception):
-                raise step
-            announce(variant.row)
-            variant.row |= variant.check(jax.block_until_ready(step(variant.layers)))
-            calls.append((variant, step))
-        except Exception as error:
-            variant.row["error"] = describe(error)
-    if calls and jax.default_backend() == "gpu":
-        try:
-            timed = timing.time_steps([(step, list(variant.layers)) for variant, step in calls], steps)
-        except Exception as error:
-            for variant, _ in calls:
+    built = build([(v.layer, v.layers) for v in variants], threads)
+    with gpu or contextlib.nullcontext():
+        for variant, step in zip(variants, built, strict=True):
+            try:
+                if isinstance(step, Exception):
+                    raise step
+                announce(variant.row)
+                variant.row |= variant.check(jax.block_until_ready(step(variant.layers)))
+                calls.append((variant, step))
+            except Exception as error:
                 variant.row["error"] = describe(error)
-        else:
-            for (variant, _), found in zip(calls, timed, strict=True):
-                variant.row |= dataclasses.asdict(found)
+        if calls and jax.default_backend() == "gpu":
+            try:
+                timed = timing.time_steps([(step, list(variant.layers)) for variant, step in calls], steps)
+            except Exception as error:
+                for variant, _ in calls:
+                    variant.row["error"] = describe(error)
+            else:
+                for (variant, _), found in zip(calls, timed, strict=True):
+                    variant.row |= dataclasses.asdict(found)
     return [variant.row for variant in variants]

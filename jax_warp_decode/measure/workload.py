@@ -28,6 +28,20 @@ def layer_bytes(preset: Preset, format: str) -> int:
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(shapes))
 
 
+def layers_needed(preset: Preset, nbytes: float, tokens: int) -> int:
+    """Layers, of `nbytes` each, that make a step cold: it reads `STEP_BYTES`, in the bounds of `LAYERS`.
+
+    Example:
+      >>> from jax_warp_decode.measure.workload import layer_bytes, layers_needed
+      >>> from jax_warp_decode.presets import get_preset
+      >>> preset = get_preset("qwen3-30b-a3b")
+      >>> [layers_needed(preset, layer_bytes(preset, "bf16"), tokens) for tokens in (1, 2, 64)]
+      [8, 4, 2]
+    """
+    chosen = min(tokens * preset.experts_per_token / preset.num_experts, 1)
+    return max(LAYERS[0], min(LAYERS[1], math.ceil(STEP_BYTES / (chosen * nbytes))))
+
+
 def make_layers(preset: Preset, format: str, nbytes: float) -> list[ExpertWeights]:
     """Random experts of as many layers as `nbytes` hold, in the bounds of `LAYERS`."""
     count = max(LAYERS[0], min(LAYERS[1], int(nbytes / layer_bytes(preset, format))))
@@ -51,11 +65,9 @@ class Workload:
 
     @classmethod
     def of(cls, preset: Preset, experts: list[ExpertWeights], tokens: int, pattern: str, seed: int = 0) -> "Workload":
-        """Enough of the layers to be cold: `STEP_BYTES`, in the bounds of `LAYERS`."""
+        """As many of the layers as `layers_needed` says, if there are so many."""
         rng = np.random.default_rng([seed, tokens])
-        chosen = min(tokens * preset.experts_per_token / preset.num_experts, 1)
-        expected = chosen * sum(w.nbytes for w in jax.tree.leaves(experts[0]))
-        count = min(len(experts), max(LAYERS[0], math.ceil(STEP_BYTES / expected)))
+        count = min(len(experts), layers_needed(preset, sum(w.nbytes for w in jax.tree.leaves(experts[0])), tokens))
         calls, read = [], []
         for key, weights in zip(jax.random.split(jax.random.key(tokens + seed), count), experts, strict=False):
             routing = inputs.make_routing(rng, tokens, preset, pattern)
