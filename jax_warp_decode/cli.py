@@ -17,7 +17,7 @@ COMMANDS = {
     "generate": ("generate_command", "continue one prompt, or several at once, with tokens per second"),
     "bench": ("bench_command", "how fast a model's experts run on this GPU, and how far that is from the limit"),
     "profile": ("profile_command", "trace decode steps and say where each microsecond goes"),
-    "autotune": ("autotune", "measure kernel configurations on this GPU and keep the fastest"),
+    "autotune": ("autotune", "measure configurations and strategies on this GPU, so that the fastest are taken"),
     "plan": ("plan", "spread a model's experts over GPUs: memory, step time and the best split"),
     "convert": ("checkpoints.convert", "quantise the experts of a checkpoint folder"),
 }

@@ -81,8 +81,8 @@ class LayerTime:
     """The measured time of a strategy on a layer's routed experts, one of the "layers" of a file.
 
     Attributes:
-      strategy, format, H, I, E, K, T: what was measured, with bfloat16 x and uniform routing. Biases and the activation
-        cost next to nothing, and do not count.
+      strategy, format, H, I, E, K, T: what was measured, with bfloat16 x and uniform routing. Biases, the activation
+        and whether there is a gate do not count.
       us: microseconds per layer.
       jax, date: as in `Entry`.
     """

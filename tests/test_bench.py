@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import importlib
 import json
 import pathlib
 
@@ -11,9 +12,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from bench import compile_time, crossovers, grouped, kernel_rates, layer_forms, ncu_report, small_batch
+from bench import compile_time, crossovers, grouped, kernel_rates, layer_forms, ncu_report, package_layers, small_batch
 from bench.report import Report, draw
-from jax_warp_decode import choose, tuning
+from jax_warp_decode import choose, tuned_table, tuning
 from jax_warp_decode.kernels import DownConfig, GateUpConfig
 from jax_warp_decode.measure import inputs, read_kernel, timing, variants
 from jax_warp_decode.presets import PRESETS, get_preset
@@ -195,19 +196,54 @@ def test_ncu_tables_name_their_cases():
         ncu_report.read_table(text, "bf16", 32)
 
 
-def test_auto_is_within_three_percent_of_the_fastest_that_was_measured():
-    """At all batch sizes where crossovers.json, or an earlier run, timed two strategies on an H200."""
+@pytest.mark.parametrize("device", ["NVIDIA H200", "NVIDIA H200 NVL"])
+def test_auto_is_within_three_percent_of_the_fastest_that_was_measured(monkeypatch, device):
+    """Where crossovers.json, or an earlier run, timed two strategies on an H200: by its table, and by the estimate."""
+    monkeypatch.setattr(tuning, "device_kind", lambda: device)
+    monkeypatch.setattr(importlib.import_module("jax_warp_decode.choose"), "no_gpu_reason", lambda: "")
     rows = [row for name in ("crossovers-first.json", "crossovers.json")
             for row in json.loads((RESULTS / name).read_text())["results"]]
     choices: dict[str, dict] = {}
+    reasons = []
     for model, format, batch in {(row["model"], row["format"], row["batch"]) for row in rows}:
         preset = get_preset(model)
         experts = jax.eval_shape(lambda key, p=preset, f=format: inputs.make_experts(key, p, f), jax.random.key(0))
-        choices.setdefault(f"{model} {format}", {})[batch] = choose(
-            batch, experts, experts_per_token=preset.experts_per_token, x_dtype=jnp.bfloat16, interpret=True).strategy
+        found = choose(batch, experts, experts_per_token=preset.experts_per_token, x_dtype=jnp.bfloat16)
+        choices.setdefault(f"{model} {format}", {})[batch] = found.strategy
+        reasons.append("measured" in found.reason)
     slower = crossovers.slower(rows, choices)
     assert len(slower) == 47  # 36 of the newest run, and 11 that only the first one had
     assert max(place["ratio"] for place in slower) <= crossovers.GOAL, slower
+    assert sum(reasons) > 36 if device == package_layers.DEVICE else not any(reasons)
+
+
+def test_the_times_of_layers_in_the_package_are_those_of_committed_runs():
+    table = tuned_table.packaged_table(package_layers.DEVICE)
+    packaged = [entry for entry in table.entries() if isinstance(entry, tuned_table.LayerTime)]
+    assert packaged == package_layers.collect(), "run python -m bench.package_layers"
+
+
+def test_of_several_runs_the_newest_time_of_a_layer_is_packaged(tmp_path, monkeypatch):
+    def row(strategy, batch, us, **changes):
+        return dict(model="mixtral-8x7b", format="bf16", strategy=strategy, batch=batch, us=us, clock="device",
+                    pattern="uniform") | changes
+
+    def write(name, date, *rows):
+        meta = dict(device=package_layers.DEVICE, date=date, jax="0.11.2")
+        (tmp_path / name).write_text(json.dumps(dict(meta=meta, results=rows)))
+
+    write("a.json", "2026-01-03", row("warp_decode", 1, 1.0), row("shared_decode", 9, 9.0), row("read", 1, 1.0))
+    write("b.json", "2026-01-02", row("warp_decode", 1, 2.0), row("warp_decode", 8, 3.0), row("warp_decode", 16, 4.0))
+    write("c.json", "2026-01-04", row("shared_decode", 9, 5.0, pattern="zipf"),
+          row("shared_decode", 9, 6.0, clock="host"),
+          dict(model="mixtral-8x7b", format="bf16", pattern="uniform", strategy="warp_decode", batch=8, error="X: no"))
+    monkeypatch.setattr(package_layers, "SOURCES", ("a.json", "b.json", "c.json"))
+    found = package_layers.collect(tmp_path)
+    # One token has no other strategy near it.
+    assert [(e.strategy, e.T, e.us, e.date) for e in found] == [
+        ("shared_decode", 9, 9.0, "2026-01-03"), ("warp_decode", 8, 3.0, "2026-01-02"),
+        ("warp_decode", 16, 4.0, "2026-01-02")]
+    assert (found[0].H, found[0].I, found[0].E, found[0].K) == (4096, 14336, 8, 2)
 
 
 def test_all_forms_of_a_layer_give_the_same_result():

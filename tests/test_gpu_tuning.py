@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jax_warp_decode import moe, tuned_table, tuning
+from jax_warp_decode import choose, moe, tuned_table, tuning
 from jax_warp_decode.autotune import autotune
 from jax_warp_decode.explain import explain_config
 from jax_warp_decode.kernels import DownConfig, GateUpConfig
 from jax_warp_decode.measure import inputs, timing
 from jax_warp_decode.measure.job import Job, measure
+from jax_warp_decode.measure.strategies import StrategyJob
 from jax_warp_decode.presets import Preset
 
 pytestmark = pytest.mark.gpu
@@ -64,6 +65,33 @@ def test_autotune_writes_what_the_kernels_then_take(tmp_path, monkeypatch, token
     found = explain_config(experts, tokens=1, experts_per_token=4)
     assert all(str(path) in f.source for f in found.values())
     got = np.asarray(jax.jit(layer)(x, routing, experts), np.float64)
+    want = np.asarray(moe(x.astype("float32"), routing, experts, strategy="reference"), np.float64)
+    assert np.linalg.norm(got - want) < 1e-2 * np.linalg.norm(want)
+
+
+def test_autotune_writes_times_of_strategies_and_auto_goes_by_them(tmp_path, monkeypatch):
+    path, screen = tmp_path / "tuned.json", io.StringIO()
+    job = StrategyJob(SMALL, "mxfp8", 2)
+    autotune([Job(SMALL, "mxfp8", 2, most=2), job], path, Console(file=screen))
+    assert "warning" not in screen.getvalue(), screen.getvalue()
+    assert "small mxfp8 T=2: fastest " in screen.getvalue()
+    table = tuned_table.read_table(path, jax.devices()[0].device_kind)
+    us = {shape[0]: by_tokens[2].us for shape, by_tokens in table.layers.items()}
+    assert sorted(us) == sorted(job.strategies) and {"warp_decode", "shared_decode"} <= us.keys()
+    assert all(1 < t < 5e3 for t in us.values()), us
+    # The kernels in the same file, timed on their own, with their gap.
+    kernels = sum(by_tokens[2].us for by_tokens in table.shapes.values())
+    assert 0.6 * kernels < us["warp_decode"] < 2 * kernels + 10, (us, kernels)
+
+    monkeypatch.setenv(tuned_table.VARIABLE, str(path))
+    experts = inputs.make_experts(jax.random.key(0), SMALL, "mxfp8")
+    pick = lambda T: choose(T, experts, experts_per_token=4, x_dtype="bfloat16")
+    fastest = min(us, key=us.__getitem__)
+    assert pick(2).strategy == fastest and f"measured {us[fastest]:.1f} us against " in pick(2).reason
+    assert all(f"({path}, T=2)" in pick(T).reason for T in (1, 2, 4)) and str(path) not in pick(5).reason
+    x, routing = inputs.make_x(jax.random.key(1), 2, SMALL), inputs.make_routing(
+        np.random.default_rng(0), 2, SMALL, "uniform")
+    got = np.asarray(jax.jit(moe)(x, routing, experts), np.float64)
     want = np.asarray(moe(x.astype("float32"), routing, experts, strategy="reference"), np.float64)
     assert np.linalg.norm(got - want) < 1e-2 * np.linalg.norm(want)
 

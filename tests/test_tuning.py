@@ -31,7 +31,7 @@ from jax_warp_decode.kernels.down_tensor import DownTensorConfig
 from jax_warp_decode.kernels.gate_up_tensor import GateUpTensorConfig
 from jax_warp_decode.kernels.grouped_config import GroupedConfig
 from jax_warp_decode.measure import job as measured_job
-from jax_warp_decode.measure import strategies, timing, variants
+from jax_warp_decode.measure import strategies, timing, variants, workload
 from jax_warp_decode.measure.candidates import candidates
 from jax_warp_decode.measure.job import Job, Result
 from jax_warp_decode.measure.strategies import StrategyJob
@@ -526,6 +526,7 @@ def timed_strategies(interpreted, monkeypatch):
         return [row if "error" in row else row | dict(us=STRATEGY_US[row["strategy"]], clock="device") for row in rows]
 
     monkeypatch.setattr(strategies, "moe", moe)
+    monkeypatch.setattr(workload, "LAYERS", (2, 2))
     monkeypatch.setattr(variants, "measure", measure)
     monkeypatch.setattr(importlib.import_module("jax_warp_decode.choose"), "no_gpu_reason", lambda: "")
     monkeypatch.setattr(tune, "no_gpu_reason", lambda: "")
@@ -600,6 +601,15 @@ def test_a_job_in_a_process_of_its_own_reports_what_went_wrong():
     (result,) = tune._results([Job(SMALL, "bf16", 1, most=1)], 2, lambda: lowered.append(1))
     refused, summary = result.problems
     assert "sees no NVIDIA GPU" in refused and "no candidate could be lowered" in summary and lowered == [1]
+
+
+def test_a_process_of_its_own_checks_the_strategies_that_run_there():
+    """On this machine one of them, whose result is right and whose time nobody measures."""
+    timed = []
+    (result,) = tune._results([StrategyJob(SMALL, "mxfp8", 3)], 2, lambda: timed.append(1))
+    assert result.job.strategies == ["expert_centric"] and result.entries == () and timed == [1]
+    assert result.problems == (
+        "small mxfp8 T=3: the profiler's trace does not show expert_centric; is another profiler running?",)
 
 
 def test_autotune_refuses_what_does_not_fit_on_the_gpu(monkeypatch, files):

@@ -94,7 +94,7 @@ def measure(job: StrategyJob, gpu=None, advance: Callable[[], object] = lambda: 
         name = row["strategy"]
         if "error" in row:
             problems.append(f"{job}: {name} was not timed: {row['error']}")
-        elif row["clock"] != "device":
+        elif row.get("clock") != "device":
             problems.append(f"{job}: the profiler's trace does not show {name}; is another profiler running?")
         else:
             entries.append(LayerTime(
