@@ -15,6 +15,8 @@ from jax_warp_decode.tuned_table import Entry, LayerTime
 DEVICE = "NVIDIA Test 100"
 W, W_DOWN = (jax.ShapeDtypeStruct((4, *shape), jnp.bfloat16) for shape in ((64, 256), (256, 64)))
 EXPERTS = ExpertWeights(W, W, W_DOWN)
+BIG, BIG_DOWN = (jax.ShapeDtypeStruct((128, *shape), jnp.bfloat16) for shape in ((768, 2048), (2048, 768)))
+BIG_EXPERTS, BIG_SIZES = ExpertWeights(BIG, BIG, BIG_DOWN), dict(H=2048, I=768, E=128, K=8)
 ESTIMATE = "8 tokens x 2 slots on 4 experts: 4 pairs per expert"
 
 
@@ -86,13 +88,18 @@ def test_a_strategy_that_was_not_measured_is_estimated_in_proportion(files):
     tuned_table.write_entries(user, DEVICE, times(8, 1e3, 500.0, 1.0)[:2])  # by the estimate, 3.4 to 1
     assert pick().strategy == "shared_decode"
     assert "measured 500.0 us against 1000.0 us of warp_decode and an estimated 1" in pick().reason
-    tuned_table.write_entries(user, DEVICE, [time("warp_decode", 16, 600.0), *times(16, 0.0, 500.0, 500.0)[1:]])
-    big = [dataclasses.replace(t, H=2048, I=768, E=128, K=8, T=512) for t in times(512, 9e3, 500.0, 1.0)[:2]]
-    tuned_table.write_entries(user, DEVICE, big)
-    w, w_down = (jax.ShapeDtypeStruct((128, *s), jnp.bfloat16) for s in ((768, 2048), (2048, 768)))
-    found = pick(512, ExpertWeights(w, w, w_down), experts_per_token=8)
+    tuned_table.write_entries(user, DEVICE, times(512, 9e3, 500.0, 1.0, **BIG_SIZES)[:2])
+    found = pick(512, BIG_EXPERTS, experts_per_token=8)
     assert found.strategy == "expert_centric"
     assert "; estimated 3" in found.reason and "us against a measured 500.0 us of shared_decode and" in found.reason
+
+
+def test_beyond_what_was_measured_times_grow_as_the_estimate_does(files):
+    """At twice the tokens `shared_decode` takes several passes, `expert_centric` hardly longer."""
+    tuned_table.write_entries(files[0], DEVICE, times(256, 2300.0, 300.0, 320.0, **BIG_SIZES))
+    taken = {T: pick(T, BIG_EXPERTS, experts_per_token=8) for T in (128, 256, 512)}
+    assert [choice.strategy for choice in taken.values()] == ["shared_decode", "shared_decode", "expert_centric"]
+    assert "measured 32" in taken[512].reason and taken[512].reason.endswith("user.json, T=256)")
 
 
 @pytest.mark.parametrize("other", [
