@@ -25,10 +25,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_warp_decode.activations import Activation
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.gradients import without_gradient
-from jax_warp_decode.kernels import checks, grouped_simt
+from jax_warp_decode.kernels import checks, grouped_items, grouped_simt
 from jax_warp_decode.kernels.grouped_config import (
     BLOCK,
-    FIELDS,
     PART,
     ROW_ALIGNMENT,
     TILE,
@@ -87,18 +86,7 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
 
         def tile(i):
             """Of the CTA's i-th item: expert, first weight row of the block, first row, rows."""
-            item = cta + i * jnp.int32(ctas)
-            group = lax.div(item, jnp.int32(blocks)) * jnp.int32(FIELDS)
-            expert, first, count, start, rows = (tiles_ref[group + jnp.int32(f)] for f in range(FIELDS))
-            # The tiles of an expert follow each other on the same weights, which come from L2 then.
-            local = item - first * jnp.int32(blocks)
-            at = lax.div(local, count)
-            number = local - at * count
-            # Tiles of one expert are about equal: a narrower product may hold them all.
-            share = lax.div(rows + count * jnp.int32(ROW_ALIGNMENT) - jnp.int32(1), count * jnp.int32(ROW_ALIGNMENT))
-            done = number * share * jnp.int32(ROW_ALIGNMENT)
-            rows = jnp.minimum(rows - done, share * jnp.int32(ROW_ALIGNMENT))
-            return expert, at * jnp.int32(block), start + done, rows
+            return grouped_items.locate(tiles_ref, cta + i * jnp.int32(ctas), blocks, block)
 
         def first(i):
             """Stage of the first step of the CTA's i-th item. Later ones count: a remainder is slow."""
