@@ -13,6 +13,7 @@ import jax
 from jax_warp_decode.compat import JAX_WINDOW, PLUGIN_LOGGER
 
 HOPPER = "9.0"
+BLACKWELL = ("10.0", "10.3")  # data-centre: with tcgen05
 H200_SMS = 132
 # The first CUDA version whose driver knows an architecture (release notes of CUDA 12.0, 12.8 and 12.9).
 FIRST_CUDA = {"9.0": (12, 0), "10.0": (12, 8), "10.3": (12, 9)}

@@ -21,7 +21,8 @@ from jax_warp_decode.kernels import (
     moe_gate_up_3d_batched,
     router,
 )
-from jax_warp_decode.paths import grouped_kernels, warp_decode
+from jax_warp_decode.kernels.grouped_config import Tcgen05Config
+from jax_warp_decode.paths import grouped_kernels, grouped_layer, warp_decode
 from jax_warp_decode.routing import Routing
 
 # (H, I, E, K): Qwen3-30B-A3B, gpt-oss-20b, Gemma4-26B (H, I off the tile), Mixtral-8x7B, the bundled model.
@@ -149,6 +150,20 @@ def hopper_cases():
     for n, k, m in ((768, 2048, 8192), (64, 256, 33)):
         args = S((m, n), jnp.bfloat16), S((m, k), jnp.bfloat16), S((16,), jnp.int32)
         yield f"grouped_outer-{n}x{k}", grouped_kernels.outer, args, limits
+
+
+def blackwell_cases():
+    """What exists for Blackwell only: large batches by tcgen05, of sizes that blocks do not divide. Gathered rows of x
+    take no memory of their own."""
+    T, H, I, E, K = 256, 2880, 2880, 32, 4
+    x, routing = S((T, H), jnp.bfloat16), Routing(S((T, K), jnp.int32), S((T, K), jnp.float32))
+    for fmt, activation, biases in (("bf16", "situ", ()), ("mxfp8", "clamped_swiglu", (I, I, H))):
+        weights = (_weight(fmt, E, n, m) for n, m in ((I, H), (I, H), (H, I)))
+        experts = ExpertWeights(*weights, *(S((E, n), jnp.bfloat16) for n in biases))
+        run = grouped_layer.op(get_activation(activation), (Tcgen05Config(),) * 2)
+        yield f"grouped-blackwell-{fmt}", run, (x, routing, experts), dict(
+            min_wide_loads=0, min_shuffles=0, max_barriers=47, max_shared=124, max_narrow_loads=54,
+            max_temp_bytes=grouped_layer.temporary_bytes(T, K, experts) + 2**20)
 
 
 def aot_cases():

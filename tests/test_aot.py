@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_warp_decode import compat
 
 ARCHS = list(aot.ARCHS)
+ONE_ARCH = {"sm_90a": "hopper_cases", "sm_100a": "blackwell_cases"}
 
 
 def kernel_names():
@@ -99,7 +100,7 @@ def checker_cases():
 @functools.cache
 def compile_for(arch):
     sources = ["test_aot:checker_cases"] + [aot.CASES] * bool(kernel_names())
-    sources += ["aot_cases:hopper_cases"] * (arch == "sm_90a")
+    sources += [f"aot_cases:{ONE_ARCH[arch]}"]
     return {r.case: r for r in aot.compile_cases(sources, [arch])}
 
 
@@ -121,11 +122,12 @@ def test_kernel_keeps_to_its_limits(reports, case, arch):
     assert report.problems == [], "\n".join([*report.problems, *map(str, report.kernels)])
 
 
-def test_hopper_kernels_keep_to_their_limits(reports):
+@pytest.mark.parametrize("arch", ARCHS)
+def test_kernels_for_one_architecture_keep_to_their_limits(reports, arch):
     import aot_cases
 
-    for name, *_ in aot_cases.hopper_cases():
-        assert reports("sm_90a")[name].problems == []
+    for name, *_ in getattr(aot_cases, ONE_ARCH[arch])():
+        assert reports(arch)[name].kernels and reports(arch)[name].problems == []
 
 
 @pytest.mark.parametrize("arch", ARCHS)

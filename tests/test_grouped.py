@@ -1,7 +1,8 @@
-"""The grouped kernels of expert_centric without a GPU: interpreted with race detection, planned, compiled for Hopper.
+"""The grouped kernels of expert_centric without a GPU: interpreted with race detection, planned, compiled.
 
 The interpreter runs everything but the inline pieces of kernels/grouped_simt.py, for which it has plain forms; those
-pieces are compiled here, executed in tests/test_ptx.py, and run in tests/test_gpu_grouped.py.
+pieces are compiled here, executed in tests/test_ptx.py, and run in tests/test_gpu_grouped.py. The kernels for Blackwell
+have no such pieces; besides these tests, tests/test_aot.py compiles them. Nothing has run them.
 """
 
 import dataclasses
@@ -20,12 +21,13 @@ from jax_warp_decode.activations import get_activation
 from jax_warp_decode.experts import ExpertWeights
 from jax_warp_decode.formats import FORMATS
 from jax_warp_decode.kernels import grouped_simt
-from jax_warp_decode.kernels.grouped_config import GroupedConfig
+from jax_warp_decode.kernels.grouped_config import GroupedConfig, Tcgen05Config
 from jax_warp_decode.paths import expert_centric, grouped_layer, grouped_plan, reference
 from jax_warp_decode.routing import Routing
 
 S = jax.ShapeDtypeStruct
 CONFIG = GroupedConfig(widths=(16, 32), stages=3, ctas=2)
+BLACKWELL = Tcgen05Config(stages=2)
 
 
 @pytest.fixture
@@ -60,10 +62,33 @@ def test_quantised_activations(interpreter):
                         rounded=oracle.Rounded(rows="bfloat16"))
 
 
-def test_several_tiles_of_an_expert(interpreter):
-    """23 rows each, in tiles of 16: the second ends with its expert, as the rows of the next one follow."""
-    config = GroupedConfig(widths=(16,), stages=3, ctas=2)
-    case = oracle.make_case(5, tokens=23, experts=2, hidden=256, intermediate=128, k=2)
+@pytest.mark.parametrize("weights,activation", [("mxfp8", "silu"), ("bf16", "relu2")])
+def test_layer_for_blackwell_matches_the_oracle(interpreter, weights, activation):
+    """Sizes that are no multiple of a block, so that the last one begins inside the one before."""
+    gated = activation == "silu"
+    case = oracle.make_case(3, tokens=23, experts=4, hidden=320, intermediate=192 if gated else 320, k=2,
+                            weights=weights, pattern="skipped", activation=activation, biases="f32" if gated else None)
+    x, routing, experts = case.args()
+    y = grouped_layer.op(get_activation(activation), (BLACKWELL,) * 2, grouped_plan.plan, interpreter)(
+        x, routing, experts)
+    oracle.assert_rounded_close(y.astype(x.dtype), case, oracle.Rounded(rows="bfloat16"))
+
+
+def test_a_row_of_nan_stays_alone_on_blackwell(interpreter):
+    """Of three tokens, in the tiles of both experts; the last row of all is followed by nothing."""
+    case = oracle.make_case(1, tokens=3, experts=2, hidden=256, intermediate=128, k=1, poison=False)
+    x, _, experts = case.args()
+    routing = Routing(jnp.array([[1], [0], [0]]), jnp.ones((3, 1), jnp.float32))
+    run = grouped_layer.op(get_activation("silu"), (BLACKWELL,) * 2, grouped_plan.plan, interpreter)
+    y = np.asarray(run(x.at[1].set(jnp.nan), routing, experts))
+    assert np.isnan(y).all(1).tolist() == [False, True, False] and np.isfinite(y[::2]).all()
+
+
+@pytest.mark.parametrize("tokens,config", [(23, GroupedConfig(widths=(16,), stages=3, ctas=2)), (150, BLACKWELL),
+                                           (1, BLACKWELL)])
+def test_several_tiles_of_an_expert(interpreter, tokens, config):
+    """Two of them: the second ends with its expert, as the rows of the next one follow. One token has less than one."""
+    case = oracle.make_case(5, tokens=tokens, experts=2, hidden=256, intermediate=128, k=2)
     x, routing, experts = case.args()
     y = grouped_layer.op(get_activation("silu"), (config, config), grouped_plan.plan, interpreter)(x, routing, experts)
     oracle.assert_rounded_close(y.astype(x.dtype), case, oracle.Rounded(rows="bfloat16"))
@@ -151,7 +176,7 @@ def test_sizes_and_formats_that_go_another_way():
 
 @pytest.mark.parametrize("config", [GroupedConfig((32, 16), 3), GroupedConfig((24,), 3), GroupedConfig((256,), 2),
                                     GroupedConfig((), 3), GroupedConfig((192,), 4), GroupedConfig((32,), 1),
-                                    GroupedConfig((32,), 3, ctas=0)])
+                                    GroupedConfig((32,), 3, ctas=0), Tcgen05Config(1), Tcgen05Config(5)])
 def test_configs_that_cannot_run(config):
     with pytest.raises(ArgumentError, match="config"):
         config.check(2)
@@ -193,7 +218,7 @@ def test_compiles_for_hopper():
     assert {"moe_grouped_gate_up", "moe_grouped_down"} <= {k.name for k in report.kernels} and not report.problems
 
 
-def test_refuses_to_compile_for_blackwell(monkeypatch):
+def test_hoppers_kernels_refuse_to_compile_for_blackwell(monkeypatch):
     monkeypatch.setattr(grouped_simt.utils, "get_arch", lambda: types.SimpleNamespace(major=10, minor=0))
     make = lambda *s: S(s, jnp.bfloat16)  # noqa: E731
     experts = ExpertWeights(make(4, 128, 256), make(4, 128, 256), make(4, 256, 128))

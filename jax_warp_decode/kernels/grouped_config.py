@@ -1,4 +1,4 @@
-"""Sizes that the grouped kernels agree on, and their configuration."""
+"""Sizes that the grouped kernels agree on, and their configurations."""
 
 import dataclasses
 import math
@@ -9,6 +9,7 @@ WARPGROUPS = 2  # that multiply
 PART = 64  # weight rows of a product, the M of wgmma
 BLOCK = 2 * WARPGROUPS * PART  # weight rows of an item
 TILE = 64  # columns of a stage: 128 bytes of bfloat16
+CHUNK = 32  # columns of results that the kernel for Blackwell stores at once: registers for any activation
 ROW_ALIGNMENT = 8  # of the first row of a group
 WIDEST = 144  # rows of a tile that leave room for four stages
 SHARED_BYTES = 227 * 1024
@@ -71,3 +72,28 @@ class GroupedConfig:
         room = SHARED_BYTES if itemsize == 2 else SHARED_WITH_SCALES
         stages = next(s for s in range(6, 1, -1) if cls(widths, s).shared_bytes(itemsize) <= room)
         return cls(widths, stages)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tcgen05Config:
+    """Of one kernel for Blackwell, where 128 rows of a tile are the M of tcgen05.
+
+    Attributes:
+      stages: depth of the ring in shared memory; 2, 3 or, with bfloat16 weights, 4.
+    """
+
+    stages: int = 3
+
+    @property
+    def widest(self) -> int:
+        """Rows of a tile."""
+        return 128
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """Shared memory of a CTA: the ring, also widened if itemsize is 1, two chunks of results, barriers."""
+        ring = self.stages * ((2 if itemsize == 2 else 3) * BLOCK + 2 * self.widest) * TILE
+        return ring + 2 * self.widest * CHUNK * 2 + 2048
+
+    def check(self, itemsize: int) -> None:
+        if self.stages < 2 or self.shared_bytes(itemsize) > SHARED_BYTES:
+            raise ArgumentError(f"config: got {self}; stages must be 2 to {4 if itemsize == 2 else 3}")

@@ -1,11 +1,12 @@
-"""The inference form of expert_centric on Hopper: two grouped kernels around one intermediate [R, I].
+"""The inference form of expert_centric: two grouped kernels around one intermediate [R, I], by wgmma or by tcgen05.
 
     plan    slots sorted by expert, in groups that start at multiples of 8 rows, and tiles of them
     gate_up both projections of the rows of x, biases and the activation in one kernel, rounded to bfloat16
     down    the down projection and its bias, rounded to bfloat16
     combine float32, the K rows of a token in the order of its slots
 
-R is T * K and at most 7 more rows per expert. The gradient goes through the separate stages of `expert_centric`.
+R is T * K and at most 7 more rows per expert. The kernels for Hopper gather the rows of x, those for data-centre
+Blackwell get gathered ones, [R, H]. The gradient goes through the separate stages of `expert_centric`.
 """
 
 import functools
@@ -15,15 +16,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_warp_decode.activations import Activation
+from jax_warp_decode.device import BLACKWELL, capability
 from jax_warp_decode.experts import ExpertWeights, weight_format
-from jax_warp_decode.kernels import grouped_matmul
-from jax_warp_decode.kernels.grouped_config import BLOCK, GroupedConfig
+from jax_warp_decode.kernels import grouped_matmul, grouped_tcgen05
+from jax_warp_decode.kernels.grouped_config import BLOCK, GroupedConfig, Tcgen05Config
 from jax_warp_decode.paths import grouped_plan
 from jax_warp_decode.paths.quantise import quantise
 from jax_warp_decode.routing import Routing
 
 ITEMSIZE = {"bf16": 2, "mxfp8": 1}  # of a weight, by format
 IN_BOUNDS = grouped_plan.IN_BOUNDS
+Config = GroupedConfig | Tcgen05Config
 
 
 def refusal(x_dtype, experts: ExpertWeights) -> str:
@@ -45,8 +48,17 @@ def refusal(x_dtype, experts: ExpertWeights) -> str:
     return "; ".join(f"{name} = {size} is less than {most}" for name, (size, most) in least.items() if size < most)
 
 
+def choose_config(slots: int, experts: ExpertWeights) -> Config:
+    """Of both kernels on the default device; where that is no GPU, for Hopper."""
+    if capability() in BLACKWELL:
+        return Tcgen05Config()
+    return GroupedConfig.heuristic(slots, experts.num_experts, ITEMSIZE[experts.format])
+
+
 def temporary_bytes(tokens: int, experts_per_token: int, experts: ExpertWeights) -> int:
     """Device memory of a call besides its arguments and result, but for indices: intermediate and results.
+
+    Gathered rows of x, where there are any, lie where the results will.
 
     Example:
       >>> import jax
@@ -56,18 +68,17 @@ def temporary_bytes(tokens: int, experts_per_token: int, experts: ExpertWeights)
       180.8125
     """
     slots = tokens * experts_per_token
-    config = GroupedConfig.heuristic(slots, experts.num_experts, ITEMSIZE[experts.format])
-    rows = grouped_plan.most_rows(slots, experts.num_experts, config.widest)
+    rows = grouped_plan.most_rows(slots, experts.num_experts, choose_config(slots, experts).widest)
     return 2 * rows * (experts.hidden + experts.intermediate)
 
 
 @functools.cache
-def op(activation: Activation, configs: tuple[GroupedConfig, GroupedConfig] | None = None,
-       make_plan=grouped_plan.plan_on_gpu, interpret=None, activation_format: str | None = None):
+def op(activation: Activation, configs: tuple[Config, Config] | None = None, make_plan=grouped_plan.plan_on_gpu,
+       interpret=None, activation_format: str | None = None):
     """(x [T, H], routing, experts) -> float32 [T, H], with a rule for vmap.
 
     Args:
-      configs: of gate_up and of down, None for the heuristic's. Their widest tiles must be equal.
+      configs: of gate_up and of down, None for those of `choose_config`. Of one kind, with equal widest tiles.
       make_plan: `grouped_plan.plan_on_gpu`, or `plan`.
       activation_format: what both projections get their rows rounded to, or None.
     """
@@ -93,12 +104,12 @@ def op(activation: Activation, configs: tuple[GroupedConfig, GroupedConfig] | No
 
 
 def layer(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: Activation,
-          configs: tuple[GroupedConfig, GroupedConfig] | None = None, make_plan=grouped_plan.plan_on_gpu,
-          interpret=None, activation_format: str | None = None) -> jax.Array:
+          configs: tuple[Config, Config] | None = None, make_plan=grouped_plan.plan_on_gpu, interpret=None,
+          activation_format: str | None = None) -> jax.Array:
     """See `op`."""
     E, (T, K) = experts.num_experts, routing.ids.shape
     if configs is None:
-        configs = (GroupedConfig.heuristic(T * K, E, ITEMSIZE[experts.format]),) * 2
+        configs = (choose_config(T * K, experts),) * 2
 
     def rounded(rows):
         return quantise(rows, activation_format).astype(rows.dtype) if activation_format else rows
@@ -106,7 +117,9 @@ def layer(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation:
     with jax.named_scope("plan"):
         plan = make_plan(routing.ids, E, configs[0].widest)
     with jax.named_scope("gate_up"):
-        h = _product("moe_grouped_gate_up", (plan.token, rounded(x)), plan, (experts.w_gate, experts.w_up),
+        x = rounded(x)
+        rows = (x.at[plan.token].get(**IN_BOUNDS),) if isinstance(configs[0], Tcgen05Config) else (plan.token, x)
+        h = _product("moe_grouped_gate_up", rows, plan, (experts.w_gate, experts.w_up),
                      (experts.b_gate, experts.b_up), activation, configs[0], interpret)
     with jax.named_scope("down"):
         out = _product("moe_grouped_down", (rounded(h),), plan, (experts.w_down,), (experts.b_down,),
@@ -139,8 +152,11 @@ def _product(name, rows, plan, weights, biases, activation, config, interpret):
         padded = n + -n % (BLOCK // matrices)
         operands += [jnp.zeros((E, padded), jnp.float32) if b is None
                      else jnp.pad(b.astype(jnp.float32), ((0, 0), (0, padded - n))) for _, b in named]
-    kernel = grouped_matmul.build(
-        name, n, cols, itemsize, matrices, matrices * has_bias, activation, len(rows) > 1, config, interpret)
+    static = name, n, cols, itemsize, matrices, matrices * has_bias, activation
+    if isinstance(config, Tcgen05Config):
+        kernel = grouped_tcgen05.build(*static, config, interpret)
+    else:
+        kernel = grouped_matmul.build(*static, len(rows) > 1, config, interpret)
     return kernel(plan.tiles, plan.total, *rows, *operands)
 
 
