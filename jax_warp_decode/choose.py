@@ -16,12 +16,12 @@ from jax import export
 from jax.typing import DTypeLike
 
 from jax_warp_decode import measured_layers
-from jax_warp_decode.device import FIRST_CUDA, capability, software_refusal
+from jax_warp_decode.device import BLACKWELL, FIRST_CUDA, capability, software_refusal
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import DENSE_FORMATS, ExpertWeights, check_experts, is_float
 from jax_warp_decode.formats import FORMATS
 from jax_warp_decode.kernels import checks
-from jax_warp_decode.paths import expert_centric, grouped_gemm, grouped_layer, reference, shared_decode, warp_decode
+from jax_warp_decode.paths import expert_centric, grouped_layer, reference, shared_decode, warp_decode
 from jax_warp_decode.routers import static_integer
 from jax_warp_decode.routing import expected_experts
 
@@ -103,15 +103,13 @@ def _warp_decode_refusal(tokens: int, experts_per_token: int, experts: ExpertWei
 
 
 def _expert_centric_refusal(tokens: int, experts_per_token: int, experts: ExpertWeights, x_dtype) -> str:
-    if expert_centric.operand_dtype(x_dtype, experts.format) != jnp.bfloat16:
-        return ""  # float32 runs on any device
-    return grouped_gemm.refusal(experts.intermediate, experts.hidden) if jax.default_backend() == "gpu" else ""
+    return expert_centric.refusal(experts, x_dtype)
 
 
 TABLE = {
     "warp_decode": Strategy(warp_decode.run, _warp_decode_refusal, decode=True, biases=True, gateless=True),
     "shared_decode": Strategy(shared_decode.run, shared_decode.refusal, decode=True, biases=True),
-    "expert_centric": Strategy(expert_centric.run, _expert_centric_refusal, grouped_gemm.device_refusal, biases=True,
+    "expert_centric": Strategy(expert_centric.run, _expert_centric_refusal, expert_centric.device_refusal, biases=True,
                                gateless=True, activation_format=True),
     "reference": Strategy(reference.run, biases=True, gateless=True),
 }
@@ -190,6 +188,13 @@ def _bits(format: str) -> float:
     return 8 * FORMATS[format].nbytes(shape) / math.prod(shape)
 
 
+def _never_ran(strategy: str) -> str:
+    """What to know of kernels that no GPU like this one has run; of those that decode, README tells."""
+    if strategy != "expert_centric" or capability() not in BLACKWELL:
+        return ""
+    return f"its kernels for compute capability {capability()} were compiled and interpreted only, never run"
+
+
 def _widened(experts: ExpertWeights, x_dtype) -> bool:
     """Whether `expert_centric` makes a bfloat16 copy of all experts first, on a GPU too."""
     return experts.format != "bf16" and bool(grouped_layer.refusal(x_dtype, experts))
@@ -225,6 +230,8 @@ def _costs(tokens: int, experts_per_token: int, experts: ExpertWeights, x_dtype,
         costs["expert_centric"] = math.inf  # a scan over all experts
     elif not fitted or _widened(experts, x_dtype):
         costs["expert_centric"] = WIDENED * _values(experts) + COSTS["bf16"].launches["expert_centric"]
+    if _never_ran("expert_centric") and tokens * experts_per_token <= MANY * experts.num_experts:
+        costs["expert_centric"] = math.inf  # nothing tells that it is faster, until decoding is certain to be slow
     return costs
 
 
@@ -281,7 +288,7 @@ def decide(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
     if strategy != "auto":
         if why := refused(strategy, tokens):
             raise UnsupportedError(f"strategy: {strategy!r} cannot run: {why}")
-        return Choice(strategy, "asked for")
+        return Choice(strategy, "; ".join(filter(None, ["asked for", _never_ran(strategy)])))
     slots = max(1, experts_per_token // shares)  # of a token, here
     estimate = functools.cache(lambda tokens: _costs(tokens, slots, experts, x_dtype, refused))
     times, measured = estimate(tokens), None
@@ -301,7 +308,7 @@ def decide(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
     load = tokens * slots / experts.num_experts
     warning = _warning(chosen, tokens * slots, experts, x_dtype)
     pairs = f"{tokens} tokens x {slots} slots on {experts.num_experts} experts: {load:.3g} pairs per expert"
-    return Choice(chosen, "; ".join([pairs, *reasons]), warning)
+    return Choice(chosen, "; ".join(filter(None, [pairs, *reasons, _never_ran(chosen)])), warning)
 
 
 def warn_if_slow(choice: Choice, strategy: str) -> None:

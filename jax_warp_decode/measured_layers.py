@@ -7,6 +7,7 @@ tokens T, answers alone. They speak for a weight format, H, I, E and K, and for 
 What a strategy takes at T is what was measured there; between two measured T, a factor of four apart at most, a power
 of T; elsewhere its estimate, times what it took over its estimate at the nearest measured T, which is a factor of two
 away at most. A strategy that was not measured near T has its estimate, times the same quotient of the fastest measured.
+An infinite estimate, which rules a strategy out, says nothing of one that was measured.
 """
 
 import bisect
@@ -56,7 +57,7 @@ def find(runnable: Collection[str], estimate: Callable[[int], Mapping[str, float
 
     Args:
       runnable: the strategies that can run here.
-      estimate: T -> what each strategy takes, in a unit of its own; has all that `runnable` names, and maybe others,
+      estimate: T -> what each strategy takes, in a unit of its own, or infinity; has all that `runnable` names, and maybe others,
         which get a time too, but never their measured one.
       format: of the weights, see `experts.weight_format`.
       T, K, H, I, E: tokens, experts per token, hidden and intermediate size, experts.
@@ -76,8 +77,9 @@ def find(runnable: Collection[str], estimate: Callable[[int], Mapping[str, float
                 near[name] = at
         if len(near) > 1:
             costs = estimate(T)
-            fastest = min(near, key=lambda name: near[name][0])
-            scale = near[fastest][0] / costs[fastest]
+            known = [name for name in near if math.isfinite(costs[name])]  # what `estimate` rules out has no unit
+            fastest = min(known, key=lambda name: near[name][0], default=None)
+            scale = near[fastest][0] / costs[fastest] if fastest else math.inf
             us = {name: near[name][0] if name in near else costs[name] * scale for name in costs}
             return Found(us, {name: tokens for name, (_, tokens) in near.items()}, what or str(table.path))
     return None
@@ -93,7 +95,9 @@ def _near(times: Mapping[int, LayerTime], T: int, estimate: Callable[[int], Mapp
     around = sorted({max(below, default=nearest), min(above, default=nearest)})
     if around[0] <= T <= around[-1] <= MOST_GAP * around[0]:
         return interpolate([(t, times[t].us) for t in around], T), tuple(around)
-    return times[nearest].us * estimate(T)[name] / estimate(nearest)[name], (nearest,)
+    costs = [estimate(tokens)[name] for tokens in (T, nearest)]
+    growth = costs[0] / costs[1] if all(map(math.isfinite, costs)) else 1.0
+    return times[nearest].us * growth, (nearest,)
 
 
 def interpolate(points: Sequence[tuple[float, float]], at: float) -> float:

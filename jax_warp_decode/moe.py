@@ -45,8 +45,8 @@ def moe(
       activation: name in `ACTIVATIONS`, or an `Activation` of your own, such as `SwiGLU("mine", limit=12.0)`.
       strategy: "auto" picks by batch size and device, see `choose`. "warp_decode" (few tokens, NVIDIA GPU),
         "shared_decode" (tokens that share experts, NVIDIA GPU), "expert_centric" (many tokens, training; Hopper GPUs
-        and CPUs) or "reference" (float32, slow, any device) run or raise. Under vmap the batch size is that of one
-        mapped call.
+        and CPUs, data-centre Blackwell without gradients) or "reference" (float32, slow, any device) run or raise.
+        Under vmap the batch size is that of one mapped call.
       activation_format: None, or "mxfp8" to quantise the activations before both projections, as conventional MXFP8
         serving does; "expert_centric" only.
       weight_on: "output", or "input" for y[t] = sum_k expert_{ids[t, k]}(weights[t, k] * x[t]) (Llama-4). The scaled

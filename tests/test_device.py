@@ -6,8 +6,18 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.mosaic.gpu import utils
 
-from jax_warp_decode import STRATEGIES, ExpertWeights, UnsupportedError, available_strategies, choose, device
+from jax_warp_decode import (
+    STRATEGIES,
+    ExpertWeights,
+    Routing,
+    UnsupportedError,
+    available_strategies,
+    choose,
+    device,
+    moe,
+)
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.formats import FORMATS
 from jax_warp_decode.kernels.shared_common import SharedConfig
@@ -60,9 +70,37 @@ def test_blackwell_decodes_without_wgmma(machine, capability):
     for experts in (dense, quantised):
         pick = functools.partial(choose, experts=experts, experts_per_token=8, x_dtype=jnp.bfloat16)
         assert [pick(T).strategy for T in (1, 64)] == ["warp_decode", "shared_decode"]
-        choice = pick(4096)  # more slots than shared_decode takes, and expert_centric is Hopper's
-        assert choice.strategy == "warp_decode" and "9.0 (Hopper)" in choice.reason
+        # What never ran has to wait for loads where decoding is certain to be slow.
+        assert pick(1000).strategy == "shared_decode" and "interpreted" not in pick(1000).reason
+        choice = pick(4096)
+        assert choice.strategy == "expert_centric"
+        assert f"for compute capability {capability} were compiled and interpreted only, never run" in choice.reason
+        machine("9.0")
+        assert pick(1000).strategy == "expert_centric" and "interpreted" not in pick(1000).reason
+        machine(capability)
     assert not SharedConfig.heuristic(64, 8, 128, 2048, "bf16", 2).wgmma
+
+
+def test_large_batches_on_blackwell_are_for_inference(machine, monkeypatch):
+    """And for the formats of its kernels: all else goes through a grouped GEMM that only Hopper has."""
+    machine("10.0")
+    monkeypatch.setattr(utils, "get_arch", lambda: types.SimpleNamespace(major=10, minor=0))
+    x = jax.ShapeDtypeStruct((9, 256), jnp.bfloat16)
+    routing = Routing(jax.ShapeDtypeStruct((9, 2), jnp.int32), jax.ShapeDtypeStruct((9, 2), jnp.float32))
+    run = functools.partial(moe, strategy="expert_centric")
+    lowered = jax.jit(run).trace(x, routing, EXPERTS).lower(lowering_platforms=("cuda",)).as_text()
+    assert all(f"moe_grouped_{kernel}" in lowered for kernel in ("plan", "gate_up", "down"))
+
+    for call, error in (
+            (lambda x, *args: jax.grad(lambda x: run(x, *args).sum())(x), "which gradients .* needs 9.0 .*'reference'"),
+            (functools.partial(run, activation_format="mxfp8"), "quantised activations take, needs 9.0")):
+        with pytest.raises(UnsupportedError, match=error):
+            jax.eval_shape(call, x, routing, EXPERTS)
+    narrow = ExpertWeights(*(FORMATS["mxfp4"].structs(w.shape) for w in (W, W, W)))
+    small = EXPERTS.map(lambda w: jax.ShapeDtypeStruct((8, 96, 96), w.dtype))
+    for experts, error in ((narrow, "10.0 do not take them: x bfloat16 with mxfp4"), (small, "H = 96 is no multiple")):
+        with pytest.raises(UnsupportedError, match=f"'expert_centric' cannot run: experts: .*{error}.*'auto'"):
+            jax.eval_shape(run, x.update(shape=(9, experts.hidden)), routing, experts)
 
 
 @pytest.mark.parametrize("capability, driver, words", [

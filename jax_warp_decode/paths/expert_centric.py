@@ -3,7 +3,8 @@
 Eight stages, in order: route (the caller's), `align`, `gather`, `quantise`, `gate_up`, `activate`, `down`, `combine`.
 With MXFP8 activations, `quantise` runs a second time before `down`. Each is a function of its own and a named scope.
 
-Where nothing is differentiated, a Hopper GPU runs the same in two kernels of our own instead, see `grouped_layer`.
+Where nothing is differentiated, two kernels of our own run the same on Hopper, see `grouped_layer`; on data-centre
+Blackwell there is nothing else.
 """
 
 import dataclasses
@@ -15,18 +16,35 @@ from jax import lax
 
 from jax_warp_decode import varying
 from jax_warp_decode.activations import Activation
+from jax_warp_decode.device import BLACKWELL, capability
 from jax_warp_decode.errors import UnsupportedError
 from jax_warp_decode.experts import MATRIX_OF, ExpertWeights
 from jax_warp_decode.formats import FORMATS, QuantizedArray
 from jax_warp_decode.gradients import reverse_only, widen, without_gradient
-from jax_warp_decode.paths import grouped_bias, grouped_layer
-from jax_warp_decode.paths.grouped_gemm import grouped_gemm
+from jax_warp_decode.paths import grouped_bias, grouped_gemm, grouped_layer
 from jax_warp_decode.paths.grouped_plan import IN_BOUNDS
 from jax_warp_decode.paths.quantise import quantise
 from jax_warp_decode.routing import Routing
 
 REVERSE_ONLY = ("strategy: 'expert_centric' has gradients in reverse mode only (grad, vjp, of any order); use "
                 "strategy='reference' for jvp, jacfwd, linearize and hessian")
+
+
+def device_refusal() -> str:
+    """Why the default device cannot run it, whatever the sizes, or an empty string."""
+    return "" if capability() in BLACKWELL else grouped_gemm.device_refusal()
+
+
+def refusal(experts: ExpertWeights, x_dtype) -> str:
+    """Why the default device cannot run it with these operands, without a gradient, or an empty string."""
+    if operand_dtype(x_dtype, experts.format) != jnp.bfloat16 or not capability():
+        return ""  # a scan, on any device
+    if capability() not in BLACKWELL:
+        return grouped_gemm.refusal(experts.intermediate, experts.hidden)
+    if why := grouped_layer.refusal(x_dtype, experts):
+        return (f"experts: the kernels for compute capability {capability()} do not take them: {why}; use "
+                "strategy='auto' or 'reference'")
+    return ""
 
 
 @jax.tree_util.register_dataclass
@@ -119,7 +137,10 @@ def stages(x, routing, experts, *, activation, activation_format=None) -> jax.Ar
 
 @functools.cache
 def _fused(activation, activation_format):
-    """`grouped_layer` on CUDA, `stages` elsewhere and in gradients: (arrays with a gradient, without one) -> y."""
+    """`grouped_layer` on CUDA, `stages` elsewhere and in gradients: (arrays with a gradient, without one) -> y.
+
+    Where the device is a Blackwell there is no elsewhere: the products of `stages` refuse to be traced.
+    """
 
     def unpack(floats, fixed):
         named = {name: None for name in ("w_gate", *MATRIX_OF)} | floats | fixed
@@ -133,7 +154,10 @@ def _fused(activation, activation_format):
         op = grouped_layer.op(activation, activation_format=activation_format)
         return varying.like(op(*unpack(floats, fixed)), floats, fixed)
 
-    run = jax.custom_vjp(lambda *arrays: lax.platform_dependent(*arrays, cuda=cuda, default=in_stages))
+    def either(*arrays):
+        return lax.platform_dependent(*arrays, cuda=cuda, default=None if capability() in BLACKWELL else in_stages)
+
+    run = jax.custom_vjp(either)
     run.defvjp(lambda floats, fixed: jax.vjp(lambda floats: in_stages(floats, fixed), floats),
                lambda pullback, cotangent: (*pullback(cotangent), None))
     return run
@@ -256,7 +280,7 @@ def _reverse_only(x, routing, experts):
 
 
 def _project(rows, w, b, group_sizes, dtype):
-    out = grouped_gemm(rows.astype(dtype), widen(w, dtype), group_sizes)
+    out = grouped_gemm.grouped_gemm(rows.astype(dtype), widen(w, dtype), group_sizes)
     return out if b is None else out + grouped_bias.spread(out.shape[0], b, group_sizes)
 
 

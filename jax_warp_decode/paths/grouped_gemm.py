@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_warp_decode import varying
-from jax_warp_decode.device import HOPPER, capability
+from jax_warp_decode.device import BLACKWELL, HOPPER, capability
 from jax_warp_decode.errors import UnsupportedError
 from jax_warp_decode.paths import grouped_kernels
 
@@ -77,8 +77,11 @@ def device_refusal() -> str:
     """Why the default device cannot run a bfloat16 grouped GEMM of any size, or an empty string."""
     if capability() in ("", HOPPER):
         return ""
-    return (f"strategy: 'expert_centric' got a GPU of compute capability {capability()}, its grouped GEMM needs "
-            f"{HOPPER} (Hopper); use strategy='auto' or 'reference'")
+    users, way_out = "", "'auto' or 'reference'"
+    if capability() in BLACKWELL:  # where inference has kernels of its own
+        users, way_out = ", which gradients and quantised activations take,", "'reference' for these"
+    return (f"strategy: 'expert_centric' got a GPU of compute capability {capability()}, its grouped GEMM{users} needs "
+            f"{HOPPER} (Hopper); use strategy={way_out}")
 
 
 def _product(rows, w, group_sizes, *, transposed):
