@@ -77,11 +77,12 @@ def device_refusal() -> str:
     """Why the default device cannot run a bfloat16 grouped GEMM of any size, or an empty string."""
     if capability() in ("", HOPPER):
         return ""
-    users, way_out = "", "'auto' or 'reference'"
-    if capability() in BLACKWELL:  # where inference has kernels of its own
-        users, way_out = ", which gradients and quantised activations take,", "'reference' for these"
+    users, way_out = "", "strategy='auto' or 'reference'"
+    if capability() in BLACKWELL:  # where all else has kernels of its own
+        users = ", for gradients and quantised activations,"
+        way_out = "strategy='reference' for gradients, activation_format=None"
     return (f"strategy: 'expert_centric' got a GPU of compute capability {capability()}, its grouped GEMM{users} needs "
-            f"{HOPPER} (Hopper); use strategy={way_out}")
+            f"{HOPPER} (Hopper); use {way_out}")
 
 
 def _product(rows, w, group_sizes, *, transposed):
