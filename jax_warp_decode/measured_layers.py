@@ -57,8 +57,8 @@ def find(runnable: Collection[str], estimate: Callable[[int], Mapping[str, float
 
     Args:
       runnable: the strategies that can run here.
-      estimate: T -> what each strategy takes, in a unit of its own, or infinity; has all that `runnable` names, and maybe others,
-        which get a time too, but never their measured one.
+      estimate: T -> what each strategy takes, in a unit of its own, or infinity; has all that `runnable` names, and
+        maybe others, which get a time too, but never their measured one.
       format: of the weights, see `experts.weight_format`.
       T, K, H, I, E: tokens, experts per token, hidden and intermediate size, experts.
 

@@ -102,6 +102,19 @@ def test_beyond_what_was_measured_times_grow_as_the_estimate_does(files):
     assert "measured 32" in taken[512].reason and taken[512].reason.endswith("user.json, T=256)")
 
 
+def test_what_the_estimate_rules_out_may_have_been_measured(files):
+    """`expert_centric` scans all experts in float32 where weights are float16; its times tell nothing of others."""
+    experts = EXPERTS.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float16))
+    warp, shared, expert = times(8, 30.0, 20.0, 1.0, format="f16")
+    tuned_table.write_entries(files[0], DEVICE, [warp, expert])
+    assert [pick(T, experts).strategy for T in (8, 12)] == ["expert_centric"] * 2
+    assert "measured 1.0 us against 3" in pick(12, experts).reason
+    tuned_table.write_entries(files[0], DEVICE, [dataclasses.replace(t, K=1) for t in (shared, expert)])
+    found = pick(8, experts, experts_per_token=1)
+    assert found.strategy == "expert_centric" and "20.0 us of shared_decode" in found.reason
+    assert "estimated 0.0 us" not in found.reason
+
+
 @pytest.mark.parametrize("other", [
     dict(format="mxfp8"), dict(H=512), dict(I=128), dict(E=8), dict(K=1), dict(T=17)], ids=str)
 def test_measurements_of_another_layer_do_not_count(files, other):

@@ -79,8 +79,7 @@ def device_refusal() -> str:
         return ""
     users, way_out = "", "strategy='auto' or 'reference'"
     if capability() in BLACKWELL:  # where all else has kernels of its own
-        users = ", for gradients and quantised activations,"
-        way_out = "strategy='reference' for gradients, activation_format=None"
+        users, way_out = ", for gradients,", "strategy='reference' for gradients"
     return (f"strategy: 'expert_centric' got a GPU of compute capability {capability()}, its grouped GEMM{users} needs "
             f"{HOPPER} (Hopper); use {way_out}")
 
