@@ -19,8 +19,7 @@ from jax_warp_decode.tuned_table import LayerTime
 
 DEVICE = "NVIDIA H200"
 RESULTS = pathlib.Path(__file__).parent / "results"
-SOURCES = ("crossovers.json", "small_batch-1_to_1024.json", "small_batch-mxfp8-1_to_512.json", "suite.json",
-           "large-qwen3-30b-a3b-uniform.json")
+SOURCES = ("crossovers.json", "range-bf16.json", "range-mxfp8.json", "suite.json")
 
 
 def entry_of(row: dict, meta: dict) -> LayerTime:

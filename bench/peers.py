@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_warp_decode import ExpertWeights, moe
+from jax_warp_decode.measure import inputs
 from jax_warp_decode.paths.expert_centric import align, combine, gather
 
 
@@ -41,7 +42,7 @@ class Strategy:
 
 
 def _ours(name, **options):
-    return Strategy(name, ("bf16", "mxfp8"), functools.partial(moe, **options))
+    return Strategy(name, inputs.FORMATS, functools.partial(moe, **options))
 
 
 @jax.jit

@@ -130,11 +130,9 @@ def training(name: str, metrics: dict) -> list[str]:
 
 
 PARTS = {  # name of the block in README.md: (how it is written, from which files)
-    "layer": (layer, ["small_batch-1_to_1024.json", "small_batch-mxfp8-1_to_512.json"]),
-    "peers": (layer, ["small_batch-qwen3-30b-a3b-uniform.json"]),
+    "layer": (layer, ["range-bf16.json", "range-mxfp8.json"]),
     "suite": (suite, ["suite.json"]),
     "forms": (forms, ["layer_forms.json"]),
-    "large": (layer, ["large-qwen3-30b-a3b-uniform.json"]),
     "first_token": (first_token, ["first_token.json"]),
     "formats": (formats, ["formats-qwen3-30b-a3b.json"]),
     "decode": (decode, ["decode_steps.json"]),

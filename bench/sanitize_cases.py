@@ -9,7 +9,8 @@ from bench import sanitize_controls
 SHAPES = {"small": (4, 128, 64, 2), "odd": (5, 192, 320, 3), "off": (3, 352, 96, 3), "grouped": (5, 320, 192, 3),
           "parts": (3, 512, 512, 2), "blocks": (4, 1024, 512, 2)}
 TENSOR = ("mxfp4", "mxfp8", "fp8_block128")  # formats of the tensor-core kernels of warp_decode
-SHARED = ("bf16", "mxfp8", "mxfp4", "fp8_block128", "mxfp8_e5m2")  # of shared_decode
+# Of shared_decode: every way to decode values, and to have scales.
+SHARED = ("bf16", "mxfp8", "mxfp4", "fp8_block128", "mxfp8_e5m2", "nvfp4", "int4_group32", "int8_channel", "f16")
 # (E, H, K, T, cluster and warpgroups and unroll if not the heuristic's) of the router
 ROUTERS = ((16, 256, 4, 3), (128, 352, 8, 1), (64, 2048, 6, 2), (64, 352, 3, 3, 2, 4, 2), (512, 256, 10, 2, 16, 8, 1))
 # Of shared_decode, what its heuristic takes for other sizes: parts of the columns at a time and several passes; many

@@ -163,7 +163,7 @@ def plot(path, options, results):
                  title=f"{options.model}, {format}, {options.pattern} routing")
         right.set(xscale="log", xlabel="tokens B", ylabel="share of the size-matched read", ylim=(0, 1.1))
         for axis in (left, right):
-            axis.set_xticks(options.batch, [str(b) for b in options.batch])
+            axis.set_xticks(options.batch, [str(b) for b in options.batch], fontsize=8)
             axis.minorticks_off()
             axis.grid(alpha=0.3)
         for batch, name in crossovers(rows):
