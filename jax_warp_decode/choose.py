@@ -32,11 +32,18 @@ CAPABILITIES = tuple(FIRST_CUDA)
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The strategy of one call, why, and what "auto" warns of on a GPU: that it is slow, or the bytes it takes."""
+    """The strategy of one call, and why.
+
+    Attributes:
+      strategy, reason: in words.
+      warning: what is warned of on a GPU: that what "auto" takes is slow, or a copy of all experts.
+      copied_bytes: of that copy, which every call makes; 0 if it makes none.
+    """
 
     strategy: str
     reason: str
     warning: str = dataclasses.field(default="", repr=False)
+    copied_bytes: int = dataclasses.field(default=0, repr=False)
 
     def __str__(self) -> str:
         return f"{self.strategy} ({self.reason}{'; ' * bool(self.warning)}{self.warning})"
@@ -204,19 +211,26 @@ def _values(experts: ExpertWeights) -> int:
     return experts.num_experts * experts.intermediate * experts.hidden * len(experts.weights)
 
 
+def _copied_bytes(strategy: str, experts: ExpertWeights, x_dtype) -> int:
+    """Of the bfloat16 copy of all experts that a strategy makes, whoever chose it. A scan widens one at a time."""
+    scans = expert_centric.operand_dtype(x_dtype, experts.format) != jnp.bfloat16
+    copies = strategy == "expert_centric" and not scans and _widened(experts, x_dtype)
+    return 2 * _values(experts) if copies else 0
+
+
+def _copies(nbytes: int) -> str:
+    return f"which makes a bfloat16 copy of all experts in every call, {nbytes:,} bytes in parts" if nbytes else ""
+
+
 def _warning(chosen: str, slots: int, experts: ExpertWeights, x_dtype) -> str:
-    """What a user should know of this choice: see `Choice`."""
+    """What a user should know of a choice of "auto": see `Choice`."""
     if chosen == "reference":
         return "which is slow"
     if chosen == "warp_decode" and (of_each := slots / experts.num_experts) > MANY:
         return f"which reads the weights of an expert for each of its slots, here some {of_each:.0f}"
-    if chosen != "expert_centric":
-        return ""
-    if expert_centric.operand_dtype(x_dtype, experts.format) != jnp.bfloat16:
+    if chosen == "expert_centric" and expert_centric.operand_dtype(x_dtype, experts.format) != jnp.bfloat16:
         return "which computes in float32 over all experts, slowly; use bfloat16 x, and bfloat16 or quantised weights"
-    if _widened(experts, x_dtype):
-        return f"which makes a bfloat16 copy of all experts in every call, {2 * _values(experts):,} bytes in parts"
-    return ""
+    return _copies(_copied_bytes(chosen, experts, x_dtype))
 
 
 def _costs(tokens: int, experts_per_token: int, experts: ExpertWeights, x_dtype, refused) -> dict[str, float]:
@@ -288,7 +302,9 @@ def decide(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
     if strategy != "auto":
         if why := refused(strategy, tokens):
             raise UnsupportedError(f"strategy: {strategy!r} cannot run: {why}")
-        return Choice(strategy, "; ".join(filter(None, ["asked for", _never_ran(strategy)])))
+        reason = "; ".join(filter(None, ["asked for", _never_ran(strategy)]))
+        copied = _copied_bytes(strategy, experts, x_dtype)
+        return Choice(strategy, reason, _copies(copied), copied)
     slots = max(1, experts_per_token // shares)  # of a token, here
     estimate = functools.cache(lambda tokens: _costs(tokens, slots, experts, x_dtype, refused))
     times, measured = estimate(tokens), None
@@ -308,11 +324,12 @@ def decide(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
     load = tokens * slots / experts.num_experts
     warning = _warning(chosen, tokens * slots, experts, x_dtype)
     pairs = f"{tokens} tokens x {slots} slots on {experts.num_experts} experts: {load:.3g} pairs per expert"
-    return Choice(chosen, "; ".join(filter(None, [pairs, *reasons, _never_ran(chosen)])), warning)
+    reason = "; ".join(filter(None, [pairs, *reasons, _never_ran(chosen)]))
+    return Choice(chosen, reason, warning, _copied_bytes(chosen, experts, x_dtype))
 
 
-def warn_if_slow(choice: Choice, strategy: str) -> None:
-    """Warns of what "auto" found for a GPU, see `Choice`; for all that turn "auto" into a name."""
-    if strategy == "auto" and choice.warning and jax.default_backend() == "gpu":
-        text = f"moe: strategy 'auto' takes {choice.strategy!r}, {choice.warning}: {choice.reason}"
-        warnings.warn(text, stacklevel=4)
+def warn_of(choice: Choice, strategy: str) -> None:
+    """Warns of what was chosen for a GPU, see `Choice`; for all that turn a strategy, "auto" or not, into a choice."""
+    if choice.warning and jax.default_backend() == "gpu":
+        takes = "'auto' takes " * (strategy == "auto")
+        warnings.warn(f"moe: strategy {takes}{choice.strategy!r}, {choice.warning}: {choice.reason}", stacklevel=4)

@@ -6,7 +6,7 @@ from jax.typing import DTypeLike
 
 from jax_warp_decode import batch_axes, placement, varying
 from jax_warp_decode.activations import Activation, get_activation
-from jax_warp_decode.choose import TABLE, decide, no_gpu_reason, warn_if_slow
+from jax_warp_decode.choose import TABLE, decide, no_gpu_reason, warn_of
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import DENSE_FORMATS, ExpertWeights, check_experts
 from jax_warp_decode.kernels import checks
@@ -113,7 +113,7 @@ def apply(x, routing, experts, *, layer, activation, strategy, activation_format
         if not TABLE[strategy].decode or interpret or not no_gpu_reason():
             raise
         raise UnsupportedError(f"{error}; or pass interpret=True to run the kernels slowly on the CPU") from None
-    warn_if_slow(choice, strategy)
+    warn_of(choice, strategy)
     placement.check_explicit(x, routing, experts, follows=choice.strategy == "reference")
     path = TABLE[choice.strategy]
     if activation_format and not path.activation_format:

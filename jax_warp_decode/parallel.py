@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from jax_warp_decode import batch_axes, placement
 from jax_warp_decode import exchange as exchanges
-from jax_warp_decode.choose import decide, warn_if_slow
+from jax_warp_decode.choose import decide, warn_of
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.experts import ExpertWeights, check_experts, describe, is_float_array
 from jax_warp_decode.formats import FORMATS, QuantizedArray
@@ -322,7 +322,7 @@ def _share(x, routing, experts, weight=None, *, expert_axes, tensor_axes, layer,
     choice = decide(
         math.prod(rows), experts, experts_per_token=routing.ids.shape[-1], x_dtype=x.dtype, strategy=strategy,
         interpret=options["interpret"], shares=shares)
-    warn_if_slow(choice, strategy)
+    warn_of(choice, strategy)
     return apply(x, routing, experts, layer=layer, strategy=choice.strategy, whole=False, **options)
 
 

@@ -80,6 +80,17 @@ def test_auto_says_what_is_slow_or_takes_memory(format, T, x_dtype, strategy, wa
     assert choice.warning in str(choice)
 
 
+@pytest.mark.parametrize("format,strategy,copies", [
+    ("mxfp4", "expert_centric", True), ("mxfp4", "shared_decode", False), ("mxfp8", "expert_centric", False),
+    ("bf16", "expert_centric", False), ("bf16", "reference", False)])
+def test_a_copy_of_all_experts_is_told_of_a_strategy_that_was_asked_for_too(format, strategy, copies):
+    choice = choose(16, stored(128, 2048, 768, format), experts_per_token=8, x_dtype=jnp.bfloat16, strategy=strategy,
+                    interpret=True)
+    assert choice.reason == "asked for"
+    assert ("bfloat16 copy of all experts in every call, 1,207,959,552 bytes" in choice.warning) == copies
+    assert bool(choice.warning) == copies and choice.copied_bytes == copies * 1_207_959_552
+
+
 def test_a_symbolic_number_of_tokens_has_no_kernels():
     (tokens,) = jax.export.symbolic_shape("b")
     ask = dict(experts_per_token=2, x_dtype=jnp.bfloat16, interpret=True)

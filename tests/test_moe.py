@@ -27,7 +27,7 @@ from jax_warp_decode import (
     moe,
     quantize,
 )
-from jax_warp_decode.choose import TABLE, measured_format, warn_if_slow
+from jax_warp_decode.choose import TABLE, measured_format, warn_of
 from jax_warp_decode.experts import ORDERS
 from jax_warp_decode.explain import explain
 from jax_warp_decode.layers import MoE
@@ -118,10 +118,7 @@ def test_every_format_is_ranked_by_its_bits(format):
     assert pick(8).strategy == "warp_decode"  # 0.5 pairs per expert
     # At 1 pair shared_decode is next; formats in which it was never timed wait until it should be well ahead.
     assert pick(16).strategy == ("shared_decode" if format == "mxfp8" else "warp_decode")
-    if format in ("mxfp4", "fp8_block128", "mxfp8_e5m2"):
-        assert pick(64).strategy == "shared_decode"
-    elif format != "mxfp8":  # expert_centric would widen all experts in every call
-        assert pick(64).strategy == "warp_decode"
+    assert pick(64).strategy == "shared_decode"
 
 
 def test_auto_reads_an_expert_with_one_slot_by_warps():
@@ -420,15 +417,16 @@ def test_a_routing_may_be_nested_lists_and_nothing_else():
             moe(x, Routing(bad, weights), experts)
 
 
-def test_auto_warns_where_only_the_float32_reference_runs_on_a_gpu(monkeypatch):
+def test_what_is_slow_or_copies_all_experts_is_warned_of_on_a_gpu(monkeypatch):
     slow = Choice("reference", "the GPU has compute capability 8.0", "which is slow")
     with warnings.catch_warnings(action="error"):
-        warn_if_slow(slow, "auto")  # no GPU
+        warn_of(slow, "auto")  # no GPU
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        warn_if_slow(slow, "reference")
-        warn_if_slow(Choice("expert_centric", ""), "auto")
-    with pytest.warns(match="takes 'reference', which is slow: the GPU has"):
-        warn_if_slow(slow, "auto")
+        warn_of(Choice("expert_centric", ""), "auto")
+    with pytest.warns(match="strategy 'auto' takes 'reference', which is slow: the GPU has"):
+        warn_of(slow, "auto")
+    with pytest.warns(match="strategy 'expert_centric', which makes a copy: asked for"):
+        warn_of(Choice("expert_centric", "asked for", "which makes a copy"), "expert_centric")
 
 
 @pytest.mark.parametrize("call", ["moe", "MoE", "moe_sharded"])

@@ -37,6 +37,7 @@ INTERPRETED = {
     "kernels/gate_up.py": "test_kernels.py", "kernels/down.py": "test_kernels.py",
     "kernels/router.py": "test_router_kernel.py", "kernels/shared_stream.py": "test_shared.py",
     "kernels/shared_down.py": "test_shared.py", "kernels/grouped_matmul.py": "test_grouped.py",
+    "kernels/grouped_tcgen05.py": "test_grouped.py",
     "kernels/dense_rows.py": "test_races.py", "paths/grouped_kernels.py": "test_races.py",
     "measure/read_kernel.py": "test_races.py"}
 NOT_INTERPRETED = {"kernels/attend.py", "kernels/rms_norm.py", "kernels/grouped_sort.py", "kernels/gate_up_tensor.py",

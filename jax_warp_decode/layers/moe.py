@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_warp_decode import batch_axes
 from jax_warp_decode.activations import Activation, get_activation
-from jax_warp_decode.choose import TABLE, Choice, warn_if_slow
+from jax_warp_decode.choose import TABLE, Choice, warn_of
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.experts import ExpertWeights, check_experts, is_float
 from jax_warp_decode.explain import Explanation, explain
@@ -360,7 +360,8 @@ class MoE(nnx.Module):
         if self.num_shared_experts and self.shared is None:
             routing, gate = with_shared(routing, self.num_experts, experts.num_experts, gate), None
         if self.sharding is None:
-            warn_if_slow(choice, self.strategy)
+            if not choice.copied_bytes:  # of which `moe` warns
+                warn_of(choice, self.strategy)
             y = moe(tokens, routing, experts, strategy=strategy, **options)
         else:  # which chooses for the shared experts apart
             y = moe_sharded(tokens, routing, experts, self.sharding, shared=self.shared_experts, shared_weight=gate,
