@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import test_shared
 
 from jax_warp_decode.activations import get_activation
 from jax_warp_decode.formats import QuantizedArray
@@ -104,17 +105,16 @@ def test_rows_too_long_for_shared_memory(weights):
     assert_close(jax.jit(run)(*case.args()), case)
 
 
-def read_back(w, column):
-    """Column `column` of every row of w [1, n, cols] through the down kernel: y[n] = w[0, n, column]."""
-    h = jnp.zeros((1, 1, w.shape[2]), jnp.float32).at[0, 0, column].set(1)
-    return np.asarray(moe_down_shared(h, jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1)), w, out_dtype=jnp.float32))[0]
+@pytest.mark.parametrize("part, column", test_shared.EVERY_BYTE)
+def test_every_byte(part, column):
+    test_shared.check_every_byte(part, column)
 
 
 def test_every_scale_byte():
     """Row r has scale byte r: 2**(r - 127) and NaN for 255, which reaches the rows whose block is read and no other."""
     ones = jnp.full((1, 256, 64), 0x38, jnp.uint8).view(jnp.float8_e4m3fn)
     scales = np.stack([np.full(256, 127, np.uint8), np.arange(256, dtype=np.uint8)], -1)[None]
-    got = read_back(QuantizedArray(ones, jnp.asarray(scales), "mxfp8"), 40)
+    got = test_shared.read_back(QuantizedArray(ones, jnp.asarray(scales), "mxfp8"), 40)
     assert got[0] in (0, 2.0**-127)  # a subnormal: tensor cores may flush it
     np.testing.assert_array_equal(got[1:], oracle.E8M0.astype(np.float32)[1:])
 
@@ -125,7 +125,7 @@ def test_every_e4m3_byte(column):
     values = np.zeros((1, 256, 128), np.uint8)
     values[0, :, column] = np.arange(256)
     w = QuantizedArray(jnp.asarray(values).view(jnp.float8_e4m3fn), jnp.full((1, 256, 4), 127, jnp.uint8), "mxfp8")
-    np.testing.assert_array_equal(read_back(w, column), oracle.E4M3.astype(np.float32))
+    np.testing.assert_array_equal(test_shared.read_back(w, column), oracle.E4M3.astype(np.float32))
 
 
 @pytest.mark.parametrize("weights", ["bf16", "mxfp8"])

@@ -211,6 +211,11 @@ def test_a_row_of_shared_experts_near_the_largest_float32(machines, few_ctas):
     test_shared.check_down(*test_shared.large_row())
 
 
+@pytest.mark.parametrize("part, column", test_shared.EVERY_BYTE)
+def test_every_byte_of_shared_experts(machines, few_ctas, part, column):
+    test_shared.check_every_byte(part, column)
+
+
 def check_shared(case, kernels, h_dtype, config=None):
     """gate_up, or down from the exact intermediate, or both, against their bounds."""
     x, routing, experts = case.args()

@@ -11,6 +11,7 @@ import types
 import aot
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import oracle
 import pytest
@@ -18,7 +19,7 @@ import pytest
 from jax_warp_decode import ArgumentError, UnsupportedError
 from jax_warp_decode.activations import get_activation
 from jax_warp_decode.experts import ExpertWeights
-from jax_warp_decode.formats import FORMATS, quantize
+from jax_warp_decode.formats import FORMATS, QuantizedArray, quantize
 from jax_warp_decode.kernels import shared_common, shared_half, shared_simt
 from jax_warp_decode.kernels.shared_common import SharedConfig
 from jax_warp_decode.kernels.shared_down import moe_down_shared
@@ -117,6 +118,43 @@ def check_down(h, ids, weights, w, **options):
     w, h, weights = (np.asarray(a, np.float64) for a in (w.dequantize(jnp.float32)[ids[0]], h[0], weights[0]))
     want, size = (np.einsum("knm,km,k->n", *parts) for parts in ((w, h, weights), map(np.abs, (w, h, weights))))
     assert np.all(np.abs(np.asarray(y[0], np.float64) - want) <= h.shape[1] * oracle.TENSOR_CORE_UNIT * size)
+
+
+def read_back(w, column):
+    """Column `column` of every row of w [1, n, cols] through the down kernel: y[n] = w[0, n, column]."""
+    h = jnp.zeros((1, 1, w.shape[2]), jnp.float32).at[0, 0, column].set(1)
+    return np.asarray(moe_down_shared(h, jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1)), w, out_dtype=jnp.float32))[0]
+
+
+def check_every_byte(part, column):
+    """Row r holds byte r in one column: an int8, two int4, two E2M1, or the scale of 16 E2M1."""
+    rows, stored = np.arange(256), np.zeros((1, 256, 64), np.uint8)
+    half = rows & 15 if column % 2 == 0 else rows >> 4  # of a packed byte
+    e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    one, packed = np.ones((1, 1, 1), np.float32), np.zeros((1, 256, 32), np.uint8)
+    if part == "int8":
+        stored[0, :, column] = rows
+        w = QuantizedArray(stored.view(np.int8), np.full((1, 256, 1), 0.5, np.float32), "int8_channel")
+        want = rows.astype(np.uint8).view(np.int8) * 0.5
+    elif part == "int4":
+        packed[0, :, column // 2] = rows
+        w = QuantizedArray(packed, np.full((1, 256, 2), 0.25, ml_dtypes.bfloat16), "int4_group32")
+        want = (half - 8.0) * 0.25
+    elif part == "e2m1":
+        packed[0, :, column // 2] = rows
+        w = QuantizedArray(packed, np.full((1, 256, 4), 2.0, ml_dtypes.float8_e4m3fn), "nvfp4", one * 3)
+        want = e2m1[half & 7] * np.where(half & 8, -1, 1) * 6
+    else:
+        packed[0, :, column // 2] = 0x33  # 1.5
+        scales = np.zeros((1, 256, 4), np.uint8)
+        scales[0, :, column // 16] = rows
+        w = QuantizedArray(packed, scales.view(ml_dtypes.float8_e4m3fn), "nvfp4", one)
+        want = rows.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64) * 1.5
+    np.testing.assert_array_equal(read_back(jax.tree.map(jnp.asarray, w), column), want.astype(np.float32))
+
+
+EVERY_BYTE = [("int8", 5), ("int8", 34), ("int4", 0), ("int4", 45), ("e2m1", 23), ("e2m1", 62), ("nvfp4 scales", 7),
+              ("nvfp4 scales", 20), ("nvfp4 scales", 41), ("nvfp4 scales", 63)]
 
 
 def large_row(exponent=121):

@@ -13,7 +13,7 @@ float16 wants rows of known size: `gather` multiplies each by the power of two t
 
     bfloat16  exact down to 2^-31 of the row's largest |x|; below, an error of at most 2^-39 of the largest |x|
     float32   rounded to 11 bits, an error of at most 2^-11 of the value, or 2^-39 of the largest |x|
-    float16   (given as float32) as bfloat16
+    float16   (given as float32) exact down to 2^-28 of the row's largest |x|; below, as the others
 
 An error of 2^-39 is far below what float32 sums lose on the largest term, 2^-24. Rows with inf or NaN keep them, and
 give inf and NaN in their own results only. The 2^-22 keeps the sums finite while the |weights| of a row add up to
