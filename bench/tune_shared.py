@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from bench.report import Report, need_gpu
 from jax_warp_decode.activations import get_activation
 from jax_warp_decode.errors import ArgumentError
-from jax_warp_decode.formats import FORMATS, dequantize
+from jax_warp_decode.formats import dequantize
 from jax_warp_decode.kernels import shared_common, shared_half, shared_mma, shared_simt, shared_stream
 from jax_warp_decode.kernels.shared_common import SharedConfig
 from jax_warp_decode.kernels.shared_down import moe_down_shared
@@ -211,7 +211,7 @@ def short(config: SharedConfig | None) -> str:
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-30b-a3b", choices=sorted(PRESETS))
-    parser.add_argument("--format", nargs="+", default=["bf16", "mxfp8"], choices=["bf16", *FORMATS])
+    parser.add_argument("--format", nargs="+", default=["bf16", "mxfp8"], choices=inputs.FORMATS)
     parser.add_argument("--batch", nargs="+", type=int, default=[8, 16, 32, 64, 128])
     parser.add_argument("--sweep", nargs="*", type=int, default=[8, 32, 128], help="batch sizes with candidates")
     parser.add_argument("--parts", action="store_true", help="also the time without each part of the kernels")

@@ -83,8 +83,8 @@ def autotune(jobs: Sequence[Job | StrategyJob], path: pathlib.Path | None = None
     Raises:
       UnsupportedError: there is no GPU that the kernels run on, or they cannot take a shape. Nothing was made.
       ArgumentError: a wrong size or name, an existing file that is corrupt or another GPU's, weights of a `Job` that
-        take more than half of the GPU's memory, or a job that could not be measured, such as a `StrategyJob` of more
-        bytes than that (the others have been written).
+        take more than half of the GPU's memory, or a job that could not be measured (the others have been written).
+        Beside a `Job`, a `StrategyJob` that could not, such as one of more bytes than that, is warned of.
     """
     console = console or Console()
     for job in jobs:
@@ -113,7 +113,8 @@ def autotune(jobs: Sequence[Job | StrategyJob], path: pathlib.Path | None = None
                 console.print(_line(result), soft_wrap=True, markup=False)
             for problem in result.problems:
                 console.print(f"warning: {problem}", soft_wrap=True, markup=False, style="yellow")
-            problems += [] if result.entries else result.problems
+            if not result.entries and (isinstance(result.job, Job) or not configs):  # else there are configurations
+                problems += result.problems
     for job in layers:  # in their order, not that in which processes finished
         if job in timed:
             console.print(timed[job], soft_wrap=True, markup=False)

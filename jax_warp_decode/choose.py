@@ -195,9 +195,10 @@ def _bits(format: str) -> float:
     return 8 * FORMATS[format].nbytes(shape) / math.prod(shape)
 
 
-def _never_ran(strategy: str) -> str:
+def _never_ran(strategy: str, experts: ExpertWeights, x_dtype) -> str:
     """What to know of kernels that no GPU like this one has run; of those that decode, README tells."""
-    if strategy != "expert_centric" or capability() not in BLACKWELL:
+    kernels = strategy == "expert_centric" and not grouped_layer.refusal(x_dtype, experts)
+    if not kernels or capability() not in BLACKWELL:
         return ""
     return f"its kernels for compute capability {capability()} were compiled and interpreted only, never run"
 
@@ -244,7 +245,7 @@ def _costs(tokens: int, experts_per_token: int, experts: ExpertWeights, x_dtype,
         costs["expert_centric"] = math.inf  # a scan over all experts
     elif not fitted or _widened(experts, x_dtype):
         costs["expert_centric"] = WIDENED * _values(experts) + COSTS["bf16"].launches["expert_centric"]
-    if _never_ran("expert_centric") and tokens * experts_per_token <= MANY * experts.num_experts:
+    if _never_ran("expert_centric", experts, x_dtype) and tokens * experts_per_token <= MANY * experts.num_experts:
         costs["expert_centric"] = math.inf  # nothing tells that it is faster, until decoding is certain to be slow
     return costs
 
@@ -302,7 +303,7 @@ def decide(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
     if strategy != "auto":
         if why := refused(strategy, tokens):
             raise UnsupportedError(f"strategy: {strategy!r} cannot run: {why}")
-        reason = "; ".join(filter(None, ["asked for", _never_ran(strategy)]))
+        reason = "; ".join(filter(None, ["asked for", _never_ran(strategy, experts, x_dtype)]))
         copied = _copied_bytes(strategy, experts, x_dtype)
         return Choice(strategy, reason, _copies(copied), copied)
     slots = max(1, experts_per_token // shares)  # of a token, here
@@ -324,7 +325,7 @@ def decide(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
     load = tokens * slots / experts.num_experts
     warning = _warning(chosen, tokens * slots, experts, x_dtype)
     pairs = f"{tokens} tokens x {slots} slots on {experts.num_experts} experts: {load:.3g} pairs per expert"
-    reason = "; ".join(filter(None, [pairs, *reasons, _never_ran(chosen)]))
+    reason = "; ".join(filter(None, [pairs, *reasons, _never_ran(chosen, experts, x_dtype)]))
     return Choice(chosen, reason, warning, _copied_bytes(chosen, experts, x_dtype))
 
 

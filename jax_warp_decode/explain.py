@@ -82,7 +82,7 @@ def _temporary_bytes(strategy: str, experts: ExpertWeights, tokens: int, K: int,
     if strategy == "warp_decode":
         return warp_decode.temporary_bytes(tokens, K, experts)
     if strategy == "shared_decode":
-        return shared_decode.temporary_bytes(tokens, K, experts)
+        return shared_decode.temporary_bytes(tokens, K, experts, x_dtype)
     if strategy == "expert_centric" and capability() and not grouped_layer.refusal(x_dtype, experts):
         return grouped_layer.temporary_bytes(tokens, K, experts)
     return None

@@ -92,6 +92,12 @@ def test_large_batches_on_blackwell_are_for_inference(machine, monkeypatch):
         lowered = jax.jit(call).trace(x, routing, EXPERTS).lower(lowering_platforms=("cuda",)).as_text()
         assert all(f"moe_grouped_{kernel}" in lowered for kernel in ("plan", "gate_up", "down"))
 
+    # Beside the GPU, on the CPU, all experts are scanned.
+    on_cpu = jax.jit(run).trace(x, routing, EXPERTS).lower(lowering_platforms=("cpu",)).as_text()
+    assert "moe_grouped" not in on_cpu
+    floats = choose(1, EXPERTS, experts_per_token=2, x_dtype=jnp.float32, strategy="expert_centric")
+    assert "never run" not in floats.reason, "a scan of XLA's"
+
     with pytest.raises(UnsupportedError, match="gradients, needs 9.0 .*'reference' for"):
         jax.eval_shape(lambda x, *args: jax.grad(lambda x: run(x, *args).sum())(x), x, routing, EXPERTS)
     narrow = ExpertWeights(*(FORMATS["mxfp4"].structs(w.shape) for w in (W, W, W)))

@@ -47,7 +47,11 @@ def test_quantised_activations(shape, tokens, weights):
     case = make(shape, tokens, weights=weights, pattern="skipped")
     args = case.args()
     run = jax.jit(functools.partial(moe, strategy="expert_centric", activation_format="mxfp8")).lower(*args).compile()
-    oracle.assert_close(run(*args), case.with_mxfp8_x(), h_dtype="mxfp8", unit=oracle.TENSOR_CORE_UNIT, rounded=ROUNDED)
+    y = run(*args)
+    oracle.assert_close(y, case.with_mxfp8_x(), h_dtype="mxfp8", unit=oracle.TENSOR_CORE_UNIT, rounded=ROUNDED)
+    exact = jax.jit(functools.partial(moe, strategy="expert_centric"))(*args)
+    y, exact = (np.nan_to_num(np.asarray(a, np.float64)) for a in (y, exact))
+    assert 0.02 < np.linalg.norm(y - exact) / np.linalg.norm(exact) < 0.12  # two roundings of three bits
     if shape != "least":
         assert run.memory_analysis().temp_size_in_bytes < sum(math.prod(w.shape) for w in args[2].weights.values()) / 4
 

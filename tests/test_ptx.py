@@ -4,6 +4,8 @@ The kernels need the pinned compiler packages (dependency group "aot"), as tests
 tested with PTX written here.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -211,23 +213,41 @@ def test_a_row_of_shared_experts_near_the_largest_float32(machines, few_ctas):
     test_shared.check_down(*test_shared.large_row())
 
 
+@pytest.mark.parametrize("weights, kernels", [
+    ("fp8_channel", "both"), ("fp8_tensor", "down"), ("nvfp4", "both"), ("fp8_block128", "gate_up")])
+def test_scales_and_biases_of_stacked_layers_and_two_warpgroups(machines, few_ctas, weights, kernels):
+    """Of rows, experts and blocks, those of FP8 blocks in bfloat16; NaN in other layers."""
+    blocks = weights == "fp8_block128"
+    sizes = dict(experts=16, hidden=256, intermediate=256) if blocks else dict(experts=3, hidden=128, intermediate=128)
+    case = oracle.make_case(9, tokens=3, k=2, weights=weights, pattern="skipped", biases="f32", **sizes)
+    if blocks:
+        scaled = {name: w._replace(scales=w.scales.astype(jnp.bfloat16))
+                  for name in ("w_gate", "w_up", "w_down") if (w := getattr(case, name)) is not None}
+        case = dataclasses.replace(case, **scaled)
+    config = shared_common.SharedConfig(8, 128 if blocks else 64, 2, 2 if not blocks else 1, 1)
+    check_shared(case, kernels, jnp.float32, config, layer=1)
+    assert not any(m.races.found for m in machines)
+
+
 @pytest.mark.parametrize("part, column", test_shared.EVERY_BYTE)
 def test_every_byte_of_shared_experts(machines, few_ctas, part, column):
     test_shared.check_every_byte(part, column)
 
 
-def check_shared(case, kernels, h_dtype, config=None):
-    """gate_up, or down from the exact intermediate, or both, against their bounds."""
+def check_shared(case, kernels, h_dtype, config=None, layer=None):
+    """gate_up, or down from the exact intermediate, or both, against their bounds; with `layer`, in a stack."""
     x, routing, experts = case.args()
+    if layer is not None:
+        experts = experts.map(lambda w: test_shared.stacked(w, layer))
     exact, bound = case.solve_hidden(jnp.dtype(h_dtype).name, oracle.TENSOR_CORE_UNIT)
     h = jnp.asarray(exact, h_dtype)
     if kernels != "down":
         h = moe_gate_up_shared(x, routing.ids, experts.w_gate, experts.w_up, b_gate=experts.b_gate, b_up=experts.b_up,
-                               out_dtype=h_dtype, config=config)
+                               out_dtype=h_dtype, config=config, layer=layer)
         assert np.all((np.abs(np.asarray(h, np.float64) - exact) <= bound)[case.routed()])
     if kernels != "gate_up":
         y = moe_down_shared(h, routing.ids, routing.weights, experts.w_down, b_down=experts.b_down, out_dtype=x.dtype,
-                            config=config)
+                            config=config, layer=layer)
         oracle.assert_close(y, case, h_dtype=oracle.shared_h_dtype(case), unit=oracle.TENSOR_CORE_UNIT)
 
 

@@ -69,7 +69,7 @@ def test_scales_of_another_dtype(interpreter, weights, scales):
 def stacked(w, layer, layers=3):
     """[layers, ..] with w in one layer and NaN in the others, what `layer` must not read."""
     def stack(a):
-        nan = jnp.full(a.shape, 255 if a.dtype == jnp.uint8 else jnp.nan, a.dtype)
+        nan = jnp.full(a.shape, jnp.nan if jnp.issubdtype(a.dtype, jnp.floating) else -1, a.dtype)
         return jnp.stack([a if n == layer else nan for n in range(layers)])
 
     return jax.tree.map(stack, w)
@@ -320,11 +320,15 @@ def test_refusals():
     int4 = layer("int4_group32", 4, 128, 64, 4, 2)[2]
     mixed = dataclasses.replace(int4, w_up=weight("int4_group32 float32", 4, 64, 128))
     refused(UnsupportedError, ["w_up", "int4_group32 float32"], run, x, routing, mixed)
+    for E, H, I in ((64, 192, 128), (1, 128, 128), (9, 128, 384)):  # no whole blocks; 1 scale; 27
+        odd = layer("fp8_block128", 4, H, I, E, 1)
+        refused(UnsupportedError, ["w_gate", "multiples of 128 and at least"], run, *odd)
     refused(UnsupportedError, ["H = 64"], run, *layer("bf16", 4, 64, 64, 4, 2))
     refused(UnsupportedError, ["columns"], run, *layer("bf16", 4, 128, 2**20, 2, 1))
     refused(UnsupportedError, ["slots"], run, *layer("bf16", 5000, 128, 64, 4, 2))
     for config in (SharedConfig(12, 64, 4, 1, 1), SharedConfig(8, 96, 4, 1, 1), SharedConfig(8, 64, 1, 1, 1),
-                   SharedConfig(8, 64, 4, 3, 1), SharedConfig(64, 128, 12, 1, 2)):
+                   SharedConfig(8, 64, 4, 3, 1), SharedConfig(64, 128, 12, 1, 2), SharedConfig(8.0, 64, 4, 1, 1),
+                   SharedConfig(8, 64, 4, 1, 1, waves=1.5), SharedConfig(8, 64, 4, 1, 1, wgmma="no")):
         refused(ArgumentError, ["config"], moe_gate_up_shared, x, routing.ids, experts.w_gate, experts.w_up,
                 config=config)
     with pytest.raises(UnsupportedError, match="no gradient"):

@@ -6,6 +6,7 @@ import importlib
 import itertools
 import json
 import os
+import re
 
 import jax
 import jax.numpy as jnp
@@ -561,10 +562,21 @@ def test_strategies_that_do_not_fit_on_the_gpu_are_told_and_configurations_kept(
     monkeypatch.setattr(tune, "_room", lambda: 1e5)
     monkeypatch.setattr(Job, "candidates", lambda self, kernel: dict(
         moe_gate_up=[GateUpConfig(8, 1, 2)], moe_down=[DownConfig(8, 4, 1)])[kernel])
-    with pytest.raises(ArgumentError, match="T=1: strategies were not timed: the layers of a step take .* GB, more"):
-        tune.autotune([Job(SMALL, "bf16", 1), StrategyJob(SMALL, "bf16", 1)], files[0], Console(quiet=True))
+    told = "T=1: strategies were not timed: the layers of a step take .* GB, more"
+    monkeypatch.setenv(tuned_table.VARIABLE, "before")
+    with files[0].with_suffix(".txt").open("w+") as screen:
+        tune.autotune([Job(SMALL, "bf16", 1), StrategyJob(SMALL, "bf16", 1)], files[0], Console(file=screen))
+        screen.seek(0)
+        assert re.search(f"warning: .*{told}", screen.read())
     table = tuned_table.read_table(files[0], DEVICE)
     assert len(table.shapes) == 2 and not table.layers and timed_strategies == []
+    with pytest.raises(ArgumentError, match=told):  # nothing else was asked for
+        tune.autotune([StrategyJob(SMALL, "bf16", 1)], files[0], Console(quiet=True))
+    monkeypatch.setattr(tune, "_room", lambda: 1e9)
+    other = files[0].with_name("other.json")
+    tune.autotune([StrategyJob(SMALL, "bf16", 1)], other, Console(quiet=True))
+    assert os.environ[tuned_table.VARIABLE] == "before", "as it was"
+    assert tuned_table.read_table(other, DEVICE).layers
 
 
 def test_the_command_times_strategies_at_both_lists(files, monkeypatch):

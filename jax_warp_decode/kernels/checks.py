@@ -168,10 +168,13 @@ def launching(kernel: str):
                                ) from None
 
 
-def positive_integers(config) -> None:
-    """Refuses a config with other fields."""
+def positive_integers(config, flags: tuple[str, ...] = ()) -> None:
+    """Refuses a config with other fields; those in `flags` are True or False."""
     for name, value in vars(config).items():
-        if type(value) is not int or value < 1:
+        if name in flags:
+            if type(value) is not bool:
+                raise ArgumentError(f"config: got {name}={value!r}, expected True or False")
+        elif type(value) is not int or value < 1:
             raise ArgumentError(f"config: got {name}={value!r}, expected an integer of at least 1")
 
 

@@ -82,7 +82,8 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
                         plgpu.copy_gmem_to_smem(ref.at[expert, pl.ds(weight_row, block), columns],
                                                 weight_ring.at[stage, pl.ds(m * block, block)], full.at[stage])
 
-            lax.fori_loop(jnp.int32(0), jnp.int32(steps + stages), one_step, None)  # until all stages are free again
+            # Until all stages are free again: no barrier may end with an arrival that nobody waited for (interpreter).
+            lax.fori_loop(jnp.int32(0), jnp.int32(steps + stages), one_step, None)
 
         def multiply_item():
             def one_step(k, _):
@@ -166,7 +167,7 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
                     @pl.when(weight_row + jnp.int32(column) >= own_row)
                     def _(turn=turn, column=column):
                         value = finish(*(load(m, expert, weight_row, column) for m in range(matrices)))
-                        plgpu.wait_smem_to_gmem(min(turn, 1), wait_read_only=True)
+                        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                         store(value, staging.at[turn % 2], weight_row + jnp.int32(column), row, space)
                 plgpu.wait_smem_to_gmem(0)
 

@@ -38,6 +38,7 @@ ITEM = {True: (8192, 0), False: (0, 1024)}
 # Time of gathering an activation row anew, over that of as many bytes of weights: copies hide behind the weights, but
 # not what turns rows to float16; and the least columns of a panel.
 GATHER = {True: 0.5, False: 5.0}
+HIDDEN = 16  # rows whose copies hide; with 32 they took some ten times as long
 PANEL = 1024
 PANELS = (1, 2, 3, 4, 5, 8)
 # By whether the weights are bfloat16 and whether the stages are wide: warpgroups and CTAs per SM, the best first.
@@ -142,7 +143,9 @@ def _affordable(T: int, K: int, E: int, cols: int, format: str, matrices: int):
             continue
         item = 1 + (ITEM[dense][0] + ITEM[dense][1] * n) / item_bytes
         # What gathering the rows for every item takes, over reading the item's weights.
-        again = GATHER[dense] * 2 * min(n, slots_of_expert) / (ROWS * bits / 8) if panels > 1 else 0
+        rows = min(n, slots_of_expert)
+        rows *= max(1, rows / HIDDEN) ** 2 if dense else 1
+        again = GATHER[dense] * 2 * rows / (ROWS * bits / 8) if panels > 1 else 0
         for warpgroups, ctas in LAYOUTS[dense, chunk >= WIDE]:
             # Registers of stages that are decoded: the SM has 168 for each of 3 warpgroups.
             many = not dense and warpgroups * ctas > 2 and (chunk * bits > 256 * 8 or n > 24)
@@ -185,7 +188,7 @@ def most_groups(slots: int, experts: int, tokens: int) -> int:
 
 def table_lengths(slots: int, experts: int, tokens: int) -> list[int]:
     """A slot's expert and number there; slots per expert and of the experts before; a group's expert, place and info;
-    slots ordered by expert; the factors of a group's rows (MXFP8); groups."""
+    slots ordered by expert; the factors of a group's rows (all but bfloat16); groups."""
     groups = most_groups(slots, experts, tokens)
     return [-(-n // 32) * 32 for n in (slots, experts, experts, groups, groups, groups, slots + tokens, tokens, 1)]
 
@@ -267,6 +270,7 @@ def check_sizes(name: str, n: int, cols: int, T: int, K: int, E: int, format: st
 def check_config(config: SharedConfig, cols: int, format: str, slots: int, experts: int, matrices: int) -> None:
     """Refuses a config that does not fit the shape or the device."""
     checks.config_type(config, (SharedConfig,))
+    checks.positive_integers(config, flags=("wgmma",))
     ring = STREAM_FORMATS[format].ring
     if ring and scale_lines(ring, cols, ROWS // matrices)[0] > MOST_LINES:
         raise UnsupportedError(

@@ -17,7 +17,8 @@ float16 wants rows of known size: `gather` multiplies each by the power of two t
 
 An error of 2^-39 is far below what float32 sums lose on the largest term, 2^-24. Rows with inf or NaN keep them, and
 give inf and NaN in their own results only. The 2^-22 keeps the sums finite while the |weights| of a row add up to
-less than 2^134; `rescale` takes it back, and the factors of the rows. The scale 2^-127 counts as 0.
+less than 2^134; `rescale` takes it back, and the factors of the rows. The scale 2^-127 counts as 0,
+and float32 or bfloat16 scales of blocks lose bits below 2^-104.
 """
 
 import jax.numpy as jnp
@@ -291,12 +292,12 @@ class _Scales:
         return self.words[half * self.next + byte // self.per_load * self.per_load], byte % self.per_load
 
     def factor(self, half: int, column: int) -> ir.Value:
-        """2^(gain - SHIFT) times the scale of the block from a column on."""
+        """2^(gain - SHIFT) times the scale of the block from a column on; only formats with E8M0 have a gain."""
         word, byte = self._word(half, column)
         if self.size == 1:
             return _scale(word, byte, SHIFT - self.gain)
         bits = word if self.size == 4 else word & -65536 if byte else word << 16
-        return arith.mulf(bits.float(), _power(self.gain - SHIFT))
+        return arith.mulf(bits.float(), _power(-SHIFT))
 
     def times(self, half: int, column: int, pairs: list) -> list:
         """A thread's 8 values of the 32 from a column on, times the E4M3 scale of the 16 that they are among."""

@@ -77,8 +77,8 @@ def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: A
 
     With activation_format="mxfp8", rows are quantised to MXFP8 before both projections, as conventional MXFP8 serving
     does (OCP MX v1.0). E4M3 times a power of two is exact in bfloat16, so this has the numerics of an MXFP8 x MXFP8
-    product with float32 accumulation; on a Hopper GPU the intermediate is rounded to bfloat16 before. It has no
-    gradient.
+    product with float32 accumulation; the kernels of `grouped_layer` round the intermediate to bfloat16 before. It has
+    no gradient.
 
     Differentiable in reverse mode, any number of times, with respect to x, routing weights and dense expert weights.
     On a GPU the products of the backward pass are bfloat16 with float32 accumulation too, each result rounded once to
@@ -120,42 +120,45 @@ def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: A
     return y.astype(out_dtype or x.dtype)
 
 
-def stages(x, routing, experts, *, activation, activation_format=None) -> jax.Array:
-    """The eight stages one after the other, float32 [T, H]. What is differentiated, and what any device can run."""
+def stages(x, routing, experts, *, activation, activation_format=None, product=grouped_gemm.grouped_gemm) -> jax.Array:
+    """The eight stages one after the other, float32 [T, H]. What is differentiated, and what any device can run.
+
+    product: multiplies rows by the weights of their expert.
+    """
     alignment = align(routing.ids, experts.num_experts)
     rows = gather(x, alignment)
     if activation_format:
         rows = quantise(rows, activation_format)
     dtype = operand_dtype(x.dtype, experts.format)
-    gate, up = gate_up(rows, experts, alignment, dtype)
+    gate, up = gate_up(rows, experts, alignment, dtype, product)
     h = activate(gate, up, activation)
     if activation_format:
         h = quantise(h, activation_format)
-    out = down(h, experts, alignment, dtype)
+    out = down(h, experts, alignment, dtype, product)
     return combine(out, alignment, routing, experts.num_experts)
 
 
 @functools.cache
 def _fused(activation, activation_format):
-    """`grouped_layer` on CUDA, `stages` elsewhere and in gradients: (arrays with a gradient, without one) -> y.
-
-    Where the device is a Blackwell there is no elsewhere: the products of `stages` refuse to be traced.
-    """
+    """`grouped_layer` on CUDA, `stages` elsewhere and in gradients: (arrays with a gradient, without one) -> y."""
 
     def unpack(floats, fixed):
         named = {name: None for name in ("w_gate", *MATRIX_OF)} | floats | fixed
         x, routing = named.pop("x"), Routing(named.pop("ids"), named.pop("weights"))
         return x, routing, ExpertWeights(**named)
 
-    def in_stages(floats, fixed):
-        return stages(*unpack(floats, fixed), activation=activation, activation_format=activation_format)
+    def in_stages(floats, fixed, **options):
+        return stages(*unpack(floats, fixed), activation=activation, activation_format=activation_format, **options)
 
     def cuda(floats, fixed):
         op = grouped_layer.op(activation, activation_format=activation_format)
         return varying.like(op(*unpack(floats, fixed)), floats, fixed)
 
     def either(*arrays):
-        return lax.platform_dependent(*arrays, cuda=cuda, default=None if capability() in BLACKWELL else in_stages)
+        # Beside a Blackwell, other products refuse to be traced.
+        elsewhere = functools.partial(in_stages, product=grouped_gemm.scanned)
+        return lax.platform_dependent(
+            *arrays, cuda=cuda, default=elsewhere if capability() in BLACKWELL else in_stages)
 
     run = jax.custom_vjp(either)
     run.defvjp(lambda floats, fixed: jax.vjp(lambda floats: in_stages(floats, fixed), floats),
@@ -206,9 +209,9 @@ gather.defvjp(lambda x, alignment: (gather(x, alignment), alignment), _gather_ba
 
 
 @jax.named_scope("gate_up")
-def gate_up(rows: jax.Array, experts: ExpertWeights, alignment: Alignment, dtype):
+def gate_up(rows: jax.Array, experts: ExpertWeights, alignment: Alignment, dtype, product):
     """Both projections of rows [M, H] in `dtype`; two float32 [M, I], the first None for experts without a gate."""
-    return tuple(None if w is None else _project(rows, w, b, alignment.group_sizes, dtype)
+    return tuple(None if w is None else _project(rows, w, b, alignment.group_sizes, dtype, product)
                  for w, b in ((experts.w_gate, experts.b_gate), (experts.w_up, experts.b_up)))
 
 
@@ -219,9 +222,9 @@ def activate(gate: jax.Array | None, up: jax.Array, activation: Activation) -> j
 
 
 @jax.named_scope("down")
-def down(h: jax.Array, experts: ExpertWeights, alignment: Alignment, dtype) -> jax.Array:
+def down(h: jax.Array, experts: ExpertWeights, alignment: Alignment, dtype, product) -> jax.Array:
     """The down projection of h [M, I] in `dtype`; float32 [M, H]."""
-    return _project(h, experts.w_down, experts.b_down, alignment.group_sizes, dtype)
+    return _project(h, experts.w_down, experts.b_down, alignment.group_sizes, dtype, product)
 
 
 def combine(out: jax.Array, alignment: Alignment, routing: Routing, num_experts: int) -> jax.Array:
@@ -279,8 +282,8 @@ def _reverse_only(x, routing, experts):
     return x, Routing(routing.ids, weights), dataclasses.replace(experts, **dense)
 
 
-def _project(rows, w, b, group_sizes, dtype):
-    out = grouped_gemm.grouped_gemm(rows.astype(dtype), widen(w, dtype), group_sizes)
+def _project(rows, w, b, group_sizes, dtype, product):
+    out = product(rows.astype(dtype), widen(w, dtype), group_sizes)
     return out if b is None else out + grouped_bias.spread(out.shape[0], b, group_sizes)
 
 

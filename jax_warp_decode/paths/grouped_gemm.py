@@ -41,6 +41,11 @@ def grouped_gemm(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.A
     return _product(rows, w, group_sizes, transposed=False)
 
 
+def scanned(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """`grouped_gemm` as a scan over all experts, which runs on any device."""
+    return _scan(rows, w, group_sizes, contract=1)
+
+
 @jax.custom_vjp
 def grouped_gemm_transposed(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """As `grouped_gemm` with the transpose of each expert's weights: rows [M, N] and w [E, N, K] -> float32 [M, K].

@@ -92,9 +92,9 @@ def _matrices(experts):
     return ("w_gate", experts.w_gate, 2), ("w_down", experts.w_down, 1)
 
 
-def temporary_bytes(tokens: int, experts_per_token: int, experts: ExpertWeights) -> int:
+def temporary_bytes(tokens: int, experts_per_token: int, experts: ExpertWeights, x_dtype=jnp.bfloat16) -> int:
     """Device memory that a call takes besides its arguments and result: [T * K, I], see `intermediate_dtype`, and
-    float32 [T * K, H].
+    float32 [T * K, H]; with float16 x, that in float32, too.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -104,7 +104,8 @@ def temporary_bytes(tokens: int, experts_per_token: int, experts: ExpertWeights)
       20480
     """
     width = jnp.dtype(intermediate_dtype(experts)).itemsize
-    return tokens * experts_per_token * (width * experts.intermediate + 4 * experts.hidden)
+    wide = 4 * tokens * experts.hidden * (jnp.dtype(x_dtype) == jnp.float16)
+    return tokens * experts_per_token * (width * experts.intermediate + 4 * experts.hidden) + wide
 
 
 def intermediate_dtype(experts: ExpertWeights):
