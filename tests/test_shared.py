@@ -320,7 +320,7 @@ def test_refusals():
     int4 = layer("int4_group32", 4, 128, 64, 4, 2)[2]
     mixed = dataclasses.replace(int4, w_up=weight("int4_group32 float32", 4, 64, 128))
     refused(UnsupportedError, ["w_up", "int4_group32 float32"], run, x, routing, mixed)
-    for E, H, I in ((64, 192, 128), (1, 128, 128), (9, 128, 384)):  # no whole blocks; 1 scale; 27
+    for E, H, I in ((64, 192, 128), (1, 128, 128), (9, 128, 384), (4, 128, 128)):  # no whole blocks; 1 scale; 27; 4
         odd = layer("fp8_block128", 4, H, I, E, 1)
         refused(UnsupportedError, ["w_gate", "multiples of 128 and at least"], run, *odd)
     refused(UnsupportedError, ["H = 64"], run, *layer("bf16", 4, 64, 64, 4, 2))
