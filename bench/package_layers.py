@@ -19,7 +19,8 @@ from jax_warp_decode.tuned_table import LayerTime
 
 DEVICE = "NVIDIA H200"
 RESULTS = pathlib.Path(__file__).parent / "results"
-SOURCES = ("crossovers.json", "range-bf16.json", "range-mxfp8.json", "suite.json")
+SOURCES = ("crossovers.json", "range-bf16.json", "range-mxfp8.json", "suite.json",
+           "shared_formats-qwen3-30b-a3b-uniform.json", "wide-qwen3-30b-a3b-uniform.json")
 
 
 def entry_of(row: dict, meta: dict) -> LayerTime:

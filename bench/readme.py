@@ -101,6 +101,16 @@ def formats(name: str, report: dict) -> list[str]:
     return [*table(["weights", *(f"B={b}" for b in batches)], rows), *source(report["meta"], name)]
 
 
+def shared_formats(name: str, report: dict) -> list[str]:
+    """Microseconds per layer and multiple of the read, a row per format and strategy, a column per batch size."""
+    us = {(r["format"], r["strategy"], r["batch"]): r["us"] for r in report["results"] if "us" in r}
+    batches, rows = sorted({batch for _, _, batch in us}), []
+    for format, strategy in dict.fromkeys((f, s) for f, s, _ in us if s != "read"):
+        rows.append([format, NAMES[strategy], *(
+            f"{us[format, strategy, b]:.1f} ({us[format, strategy, b] / us[format, 'read', b]:.2f})" for b in batches)])
+    return [*table(["weights", "strategy", *(f"B={b}" for b in batches)], rows), *source(report["meta"], name)]
+
+
 def forms(name: str, report: dict) -> list[str]:
     """Microseconds per layer with and without its router, and out of a stack, a column per batch size."""
     results = [r for r in report["results"] if "us" in r]
@@ -135,6 +145,7 @@ PARTS = {  # name of the block in README.md: (how it is written, from which file
     "forms": (forms, ["layer_forms.json"]),
     "first_token": (first_token, ["first_token.json"]),
     "formats": (formats, ["formats-qwen3-30b-a3b.json"]),
+    "shared_formats": (shared_formats, ["shared_formats-qwen3-30b-a3b-uniform.json"]),
     "decode": (decode, ["decode_steps.json"]),
     "parallel": (parallel, ["parallel-qwen3-30b-a3b.json", "parallel-deepseek-v3.json"]),
     "training": (training, ["tiny_docs_training.json"])}

@@ -166,10 +166,11 @@ COSTS = {
     "bf16": Costs((0.36, 0.52), 1.08, {"warp_decode": 12e6, "shared_decode": 41e6, "expert_centric": 92e6}),
     "mxfp8": Costs((0.5, 0.55), 1.74, {"warp_decode": 17e6, "shared_decode": 41e6, "expert_centric": 60e6})}
 MANY = 64  # slots of an expert, where reading its weights for each of them is worth a warning
-# Of formats that are not in it: a margin for `shared_decode`, which was never timed with them, and the cost of a value
-# for `expert_centric`, which widens all experts in every call (1.5 ms for 604e6 values, `bench.decode`), besides the
-# launches of the bfloat16 products that follow.
-UNTIMED = 1.5
+# What decoding formats that are not in it takes over that, by `warp_decode` and `shared_decode`: 16 tokens of
+# Qwen3-30B's layer, see bench/results/shared_formats-qwen3-30b-a3b-uniform.json.
+DECODING = {"mxfp4": (1.28, 1.22), "nvfp4": (1.74, 1.31), "int4_group32": (1.71, 1.13), "int8_channel": (1.11, 1.0)}
+# The cost of a value for `expert_centric`, which widens all experts of such formats in every call (1.5 ms for 604e6
+# values, `bench.decode`), besides the launches of the bfloat16 products that follow.
 WIDENED = 11.0
 
 
@@ -239,8 +240,10 @@ def _costs(tokens: int, experts_per_token: int, experts: ExpertWeights, x_dtype,
     fitted = experts.format in COSTS
     shared = 1.0  # where it is refused: so that `auto` says why
     if not refused("shared_decode", tokens):
-        shared = shared_decode.relative_time(tokens, experts_per_token, experts) * (1 if fitted else UNTIMED)
+        shared = shared_decode.relative_time(tokens, experts_per_token, experts)
     costs = COSTS[measured_format(experts.format)].of(tokens, experts_per_token, experts, shared)
+    for name, factor in zip(("warp_decode", "shared_decode"), DECODING.get(experts.format, (1.0, 1.0)), strict=True):
+        costs[name] *= factor
     if expert_centric.operand_dtype(x_dtype, experts.format) != jnp.bfloat16:
         costs["expert_centric"] = math.inf  # a scan over all experts
     elif not fitted or _widened(experts, x_dtype):
