@@ -64,7 +64,7 @@ def plot(path: pathlib.Path, results: list[dict]) -> None:
 
     timed = [r for r in results if "parts" in r]
     timed = [r for r in timed if r["attention"] == timed[0]["attention"]]
-    fig, (left, right, last) = plt.subplots(1, 3, figsize=(24, 6))
+    fig, ((left, right), (last, beside)) = plt.subplots(2, 2, figsize=(14, 10))
     colors: dict[tuple, str] = {}
     for format, strategy, batch in dict.fromkeys((r["format"], r["strategy"], r["batch"]) for r in timed):
         rows = sorted((r for r in timed if (r["format"], r["strategy"], r["batch"]) == (format, strategy, batch)),
@@ -75,7 +75,8 @@ def plot(path: pathlib.Path, results: list[dict]) -> None:
         left.plot([r["context"] for r in rows], [r["tokens_per_s"] for r in rows], STYLES[batch], marker="o",
                   markersize=4, color=color, label=f"{format} {strategy}, B={batch}")
     left.set(xscale="log", yscale="log", xlabel="context", ylabel="tokens/s", title="Qwen3-30B-A3B shape, one GPU")
-    left.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))  # beside it: curves fill the axes
+    beside.legend(*left.get_legend_handles_labels(), title="tokens/s", loc="center left")  # the curves fill their axes
+    beside.axis("off")
     left.grid(alpha=0.3)
     bars = [r for r in timed if r["batch"] == 1 and r["context"] == min(x["context"] for x in timed)]
     names = ["\n".join((r["format"], *r["strategy"].split("_"))) for r in bars]
@@ -91,13 +92,14 @@ def plot(path: pathlib.Path, results: list[dict]) -> None:
             right.text(at, 0.97 * top, f"to {total / 1000:,.1f} ms", ha="center", va="top", fontsize=8,
                        bbox=dict(facecolor="white", edgecolor="none", alpha=0.8))
     right.set_xticks(range(len(bars)), names, fontsize=7)
-    right.set(ylabel="us per step", title="One step at B = 1, shortest context", ylim=(0, top))
+    right.set(ylabel="us per step", title=f"One step at B = 1, context {bars[0]['context']:,}" if bars else "",
+              ylim=(0, top))
     right.legend(fontsize=7)
     for at, name, values in ((-0.2, "stages", [r["expert_stages"] for r in bars]),
                              (0.2, "KB written", [r["expert_bytes_written"] / 1024 for r in bars])):
         last.bar_label(last.bar(np.arange(len(bars)) + at, values, 0.4, label=name), fmt="{:,.0f}", fontsize=8)
     last.set_xticks(range(len(bars)), names, fontsize=7)
-    last.set(yscale="log", title="Experts of one layer, B = 1: stages, and what they write")
+    last.set(yscale="log", ylabel="stages; KB", title="Experts of one layer, B = 1: stages, and what they write")
     last.legend(fontsize=8)
     fig.tight_layout()
     fig.savefig(path, dpi=120)

@@ -15,6 +15,9 @@ NAMES = {
     "lax_ragged_dot": "`jax.lax.ragged_dot`"}
 
 
+SHOWN = (1, 2, 4, 8, 16, 32, 64, 128, 512, 1024, 8192)  # tokens that have a column in the first table
+
+
 def source(meta: dict, name: str, *, image: str = "") -> list[str]:
     """The last lines of a part: the command, the commit and the file, and the picture of the same name."""
     commands = [f"`{c.replace('OUT', 'bench/results')}`" for c in (*meta.get("filled", ()), meta["command"])]
@@ -30,7 +33,7 @@ def table(head: list, rows: list[list]) -> list[str]:
 def layer(name: str, report: dict) -> list[str]:
     """Microseconds per layer, a row per format and strategy, a column per batch size."""
     results, meta = [r for r in report["results"] if "us" in r], report["meta"]
-    batches = sorted({r["batch"] for r in results})
+    batches = [b for b in sorted({r["batch"] for r in results}) if b in SHOWN]
     rows = []
     for format in dict.fromkeys(r["format"] for r in results):
         for strategy, title in NAMES.items():

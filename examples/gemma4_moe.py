@@ -1,6 +1,6 @@
 """Runs the experts of DeepMind's Gemma 4 (package `gemma`, Flax Linen) with ours; logits and times before and after.
 
-    pip install jax-warp-decode gemma
+    pip install . gemma
     python examples/gemma4_moe.py
 
 Gemma normalises and scales the router's input, so its own router stays and hands ids and weights to the op `moe`.

@@ -1,6 +1,6 @@
 """Swaps the MoE blocks of google-tunix's Qwen3 model (Flax NNX) for ours; logits and times before and after.
 
-    pip install jax-warp-decode google-tunix
+    pip install . google-tunix
     python examples/tunix_qwen3_moe.py
 
 A random model of a few layers; on a CPU it takes seconds, most of them imports. On a GPU, `--dtype bfloat16 --large`

@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape.add_argument("--model", metavar="NAME", help="a model whose sizes are known, such as qwen3-30b-a3b")
     shape.add_argument("--shape", type=int, nargs=4, metavar=("H", "I", "E", "K"),
                        help="hidden and intermediate size, experts, experts per token")
-    parser.add_argument("--format", nargs="+", default=["bf16"], metavar="NAME",
-                        help="of the weights: bf16, mxfp8, mxfp4, .. (default: bf16)")
+    parser.add_argument("--format", nargs="+", metavar="NAME",
+                        help="of the weights: bf16, mxfp8, mxfp4, .. (default: the model's, bf16 with --shape)")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 2, 4, 8], metavar="T",
                         help="tokens per step for which configurations are measured, and then the strategies that "
                              "'auto' chooses from (default: 1 2 4 8)")
@@ -59,8 +59,9 @@ def main(options: argparse.Namespace) -> int:
         H, I, E, K = options.shape
         preset = Preset("x".join(map(str, options.shape)), H, I, E, K, format="")
     _keep_memory_free()
-    cases = dict.fromkeys(itertools.product(options.format, options.batch))  # each once
-    layers = dict.fromkeys(itertools.product(options.format, options.batch + options.switch))
+    formats = options.format or [preset.format or "bf16"]
+    cases = dict.fromkeys(itertools.product(formats, options.batch))  # each once
+    layers = dict.fromkeys(itertools.product(formats, options.batch + options.switch))
     autotune([Job(preset, *case) for case in cases] + [StrategyJob(preset, *case) for case in layers],
              pathlib.Path(options.out) if options.out else None, Console(highlight=False))
     return 0

@@ -46,7 +46,8 @@ class Choice:
     copied_bytes: int = dataclasses.field(default=0, repr=False)
 
     def __str__(self) -> str:
-        return f"{self.strategy} ({self.reason}{'; ' * bool(self.warning)}{self.warning})"
+        told = f"; it {self.warning.removeprefix('which ')}" if self.warning else ""
+        return f"{self.strategy} ({self.reason}{told})"
 
 
 def no_gpu_reason() -> str:
