@@ -7,6 +7,7 @@ an estimate. A file of measurements is read while JAX traces and again when it h
 import dataclasses
 import functools
 import math
+import re
 import warnings
 from collections.abc import Callable
 
@@ -28,6 +29,7 @@ from jax_warp_decode.routing import expected_experts
 # Compute capabilities that Pallas Mosaic GPU compiles the warp-decode kernels for. 9.0 was measured (H200), 10.x only
 # compiled.
 CAPABILITIES = tuple(FIRST_CUDA)
+WAY_OUT = re.compile("(; |, or )(use strategy|call moe).*")  # of a refusal: for those who named a strategy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,7 +325,7 @@ def decide(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
         if not (why := refused(chosen, tokens)):
             break
         skipped.setdefault(why, []).append(chosen)
-    reasons = [f"{' and '.join(names)} cannot run: {why}" for why, names in skipped.items()]
+    reasons = [f"{' and '.join(names)} cannot run: {WAY_OUT.sub('', why)}" for why, names in skipped.items()]
     if measured:
         reasons.insert(0, measured.reason(chosen, [name for name in runnable if name != chosen]))
     load = tokens * slots / experts.num_experts

@@ -80,6 +80,16 @@ def test_auto_says_what_is_slow_or_takes_memory(format, T, x_dtype, strategy, wa
     assert choice.warning.removeprefix("which ") in str(choice)
 
 
+def test_a_reason_of_auto_names_no_way_out_to_auto():
+    """What to do about it stays."""
+    found = choose(4096, stored(8, 96, 128, "bf16"), experts_per_token=2, x_dtype=jnp.bfloat16, interpret=True)
+    assert "shared_decode cannot run: w_gate: got [.., 128, 96]" in found.reason and "pad with zeros" in found.reason
+    assert "'auto'" not in found.reason
+    with pytest.raises(UnsupportedError, match="strategy='auto'"):
+        choose(4096, stored(8, 96, 128, "bf16"), experts_per_token=2, x_dtype=jnp.bfloat16, interpret=True,
+               strategy="shared_decode")
+
+
 @pytest.mark.parametrize("format,strategy,copies", [
     ("mxfp4", "expert_centric", True), ("mxfp4", "shared_decode", False), ("mxfp8", "expert_centric", False),
     ("bf16", "expert_centric", False), ("bf16", "reference", False)])

@@ -121,7 +121,7 @@ def estimate(T: int, K: int, E: int, cols: int, format: str, matrices: int) -> t
     Example:
       >>> from jax_warp_decode.kernels.shared_common import estimate
       >>> [round(estimate(T, 8, 128, 2048, "bf16", 2)[0], 2) for T in (8, 128, 512)]
-      [1.03, 1.05, 1.57]
+      [1.03, 1.05, 2.19]
     """
     found = min(_affordable(T, K, E, cols, format, matrices), default=None)
     if found:

@@ -73,7 +73,7 @@ def relative_time(tokens: int, experts_per_token: int, experts: ExpertWeights) -
       >>> from jax_warp_decode import ExpertWeights
       >>> w, w_down = (jax.ShapeDtypeStruct((128, *s), jnp.bfloat16) for s in ((768, 2048), (2048, 768)))
       >>> [round(relative_time(tokens, 8, ExpertWeights(w, w, w_down)), 2) for tokens in (16, 128, 512)]
-      [1.05, 1.07, 1.47]
+      [1.05, 1.07, 1.88]
     """
     return sum(matrices * shared_common.estimate(
         tokens, experts_per_token, experts.num_experts, w.shape[-1], shared_common.format_of(name, w), matrices)[0]
