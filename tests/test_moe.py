@@ -147,11 +147,12 @@ def test_auto_takes_nothing_that_refuses_the_slots_of_a_mesh(format, T):
     choose(T, experts, experts_per_token=8, x_dtype=jnp.bfloat16, interpret=True, strategy=taken)
 
 
-def test_auto_takes_no_scan_over_all_experts_where_warp_decode_runs():
+def test_auto_takes_no_scan_over_all_experts_where_decoding_runs():
     w, w_down = (jax.ShapeDtypeStruct((128, *s), jnp.float16) for s in ((768, 2048), (2048, 768)))
     for x_dtype in (jnp.float16, jnp.bfloat16):
         pick = functools.partial(choose, experts=ExpertWeights(w, w, w_down), experts_per_token=8, x_dtype=x_dtype)
-        assert {pick(T, interpret=True).strategy for T in (1, 32, 4096)} == {"warp_decode"}
+        taken = [pick(T, interpret=True).strategy for T in (1, 32, 4096)]  # of 4096, shared_decode takes too few slots
+        assert taken == ["warp_decode", "shared_decode", "warp_decode"]
         assert pick(32).strategy == "expert_centric"  # on a CPU
 
 
