@@ -1,8 +1,9 @@
-"""What an item of a grouped kernel is: a tile of one expert's rows and a block of its weight rows."""
+"""What an item of a grouped kernel is, a tile of one expert's rows and a block of its weight rows; and its result."""
 
 import jax.numpy as jnp
 from jax import lax
 
+from jax_warp_decode.activations import Activation
 from jax_warp_decode.kernels.grouped_config import FIELDS, ROW_ALIGNMENT
 
 
@@ -25,3 +26,10 @@ def locate(tiles_ref, item, blocks: int, block: int):
     done = number * share * jnp.int32(ROW_ALIGNMENT)
     rows = jnp.minimum(rows - done, share * jnp.int32(ROW_ALIGNMENT))
     return expert, at * jnp.int32(block), start + done, rows
+
+
+def finish(activation: Activation | None, *sums):
+    """Of the sums of gate and up, or of up or down alone, biases included: what is stored."""
+    if activation is None:
+        return sums[0]
+    return activation.apply(*sums) if len(sums) == 2 else activation.apply(None, *sums)

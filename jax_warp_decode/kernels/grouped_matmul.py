@@ -67,11 +67,7 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
     block = BLOCK // matrices
     blocks = -(-n // block)
 
-    def finish(*sums):
-        if activation is None:
-            return sums[0]
-        return activation.apply(*sums) if matrices == 2 else activation.apply(None, *sums)
-
+    finish = functools.partial(grouped_items.finish, activation)
     producer, consumer = REGISTERS[gathered]
 
     def body(tiles_ref, total_ref, *refs):

@@ -55,10 +55,7 @@ def build(name: str, n: int, cols: int, itemsize: int, matrices: int, biases: in
     block = BLOCK // matrices
     blocks = -(-n // block)
 
-    def finish(*sums):
-        if activation is None:
-            return sums[0]
-        return activation.apply(*sums) if matrices == 2 else activation.apply(None, *sums)
+    finish = functools.partial(grouped_items.finish, activation)
 
     def body(tiles_ref, total_ref, rows_ref, *refs):
         weight_refs, refs = refs[:matrices], refs[matrices:]

@@ -278,10 +278,9 @@ def check_config(config: SharedConfig, cols: int, format: str, slots: int, exper
             f"at once; {checks.WAY_OUT}")
     least = _least_chunk(format)
     if not (config.tokens in range(8, 65, 8) and config.chunk >= least and config.chunk % least == 0
-            and config.chunk <= 256 * 64 and config.stages >= 2 and 1 <= config.warpgroups <= 8 and config.panels >= 1
-            and config.waves >= 1
+            and config.chunk <= 256 * 64 and config.stages >= 2 and config.warpgroups <= 8
             and cols % (config.chunk * config.warpgroups * config.panels) == 0
-            and config.warpgroups * config.stages <= MOST_BARRIERS and config.ctas_per_sm >= 1):
+            and config.warpgroups * config.stages <= MOST_BARRIERS):
         raise ArgumentError(
             f"config: got {config}; tokens must be a multiple of 8 up to 64, chunk of {least}, stages at least 2, "
             f"warpgroups at most 8, chunk * warpgroups * panels a divisor of {cols}, warpgroups * stages at most "

@@ -11,8 +11,9 @@ Up to `gather` all threads of a CTA work together, then those of a warpgroup:
     scatter_sums  a wgmma accumulator to the rows of its slots
     scatter       finished results to the rows of their slots
 
-What all but bfloat16 weights need instead of `gather` and wgmma is in `shared_half`, and what those need on GPUs
-without wgmma in `shared_mma`. The interpreter cannot run any of them; `shared_stream` has a plain form of each for it.
+What all but bfloat16 weights need instead of `gather` and wgmma is in `shared_half`, and what bfloat16 ones need on
+GPUs without wgmma in `shared_mma`. The interpreter cannot run any of them; `shared_stream` has a plain form of each for
+it.
 """
 
 import dataclasses
