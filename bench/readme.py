@@ -1,4 +1,4 @@
-"""Writes the measured parts of README.md from the JSON under bench/results: python -m bench.readme"""
+"""Writes the measured parts of README.md and bench/RESULTS.md from bench/results/*.json: python -m bench.readme"""
 
 import json
 import pathlib
@@ -7,8 +7,8 @@ import re
 ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
 NAMES = {
-    "read": "reading the weights, nothing else", "warp_decode": "**`warp_decode`**",
-    "shared_decode": "**`shared_decode`**",
+    "auto": "**`auto`**", "read": "reading the weights, nothing else",
+    "warp_decode": "**`warp_decode`**", "shared_decode": "**`shared_decode`**",
     "expert_centric": "`expert_centric`", "expert_centric_mxfp8": "`expert_centric`, MXFP8 activations",
     "tokamax_mosaic": "tokamax 0.0.17 Mosaic ragged dot",
     "tokamax_mosaic_large": "the same with larger tiles",
@@ -16,6 +16,7 @@ NAMES = {
 
 
 SHOWN = (1, 2, 4, 8, 16, 32, 64, 128, 512, 1024, 8192)  # tokens that have a column in the first table
+PART_ORDER = ("router", "gate_up", "down", "experts", "attention", "projections", "norm", "head", "other", "gaps")
 
 
 def source(meta: dict, name: str, *, image: str = "") -> list[str]:
@@ -43,12 +44,8 @@ def layer(name: str, report: dict) -> list[str]:
                 rows.append([format, title, *(
                     f"{row[b]['us']:.1f}" + share.format(row[b]["fraction_of_read"]) if b in row else ""
                     for b in batches)])
-    return [
-        f"One Qwen3-30B-A3B layer (H 2048, I 768, E 128, K 8), routed experts only, cold weights, uniform routing, "
-        f"microseconds on one {meta['device']}, jax {meta['jax']}. In brackets: share of the speed of a kernel that "
-        f"only reads the same unique bytes, in the same run.", "",
-        *table(["weights", "strategy", *(f"B={b}" for b in batches)], rows),
-        *source(meta, name, image="Time and share of the read against tokens")]
+    return [*table(["weights", "strategy", *(f"B={b}" for b in batches)], rows),
+            *source(meta, name, image="Time and share of the read against tokens")]
 
 
 def suite(name: str, report: dict) -> list[str]:
@@ -85,12 +82,47 @@ def decode(name: str, report: dict) -> list[str]:
     what = lambda r: (r["batch"], r["format"], r["strategy"])
     for case in sorted(dict.fromkeys(map(what, rows)), key=lambda case: case[0]):
         found = {r["context"]: r for r in rows if what(r) == case}
-        lines.append([*case[:2], {"auto": "**`auto`**", **NAMES}[case[2]], *(
+        lines.append([*case[:2], NAMES[case[2]], *(
             f"{found[c]['tokens_per_s']:,.0f} ({found[c]['fraction_of_read']:.0%})" if c in found else ""
             for c in contexts)])
     drawn = (RESULTS / name).with_suffix(".png").exists()
     return [*table(["B", "weights", "strategy", *(f"context {c:,}" for c in contexts)], lines),
             *source(report["meta"], name, image="Tokens per second, where time goes, stages and their bytes" * drawn)]
+
+
+def parts(name: str, report: dict) -> list[str]:
+    """Microseconds of a step's parts, and the launches and bytes of a layer's experts: a row per case with a trace."""
+    rows = [r for r in report["results"] if r.get("parts") and r["attention"] == "fused" and r["context"] == 1024]
+    columns = [part for part in PART_ORDER if any(part in r["parts"] for r in rows)]
+    lines = [[r["batch"], r["format"], NAMES[r["strategy"]],
+              *(f"{r['parts'][part]['us']:.0f}" if part in r["parts"] else "" for part in columns),
+              f"{r['us']:.0f}", f"{r['expert_stages']:.0f}", f"{r['expert_bytes_written'] / 1e3:,.0f}"]
+             for r in sorted(rows, key=lambda r: r["batch"])]
+    head = ["B", "weights", "strategy", *(part.replace("_", "/") for part in columns), "step", "launches", "KB written"]
+    return [*table(head, lines), *source(report["meta"], name)]
+
+
+def accuracy(name: str, report: dict) -> list[str]:
+    """How far a layer is from float64, the worst over batch sizes and weights; perplexity where it was measured."""
+    paths = {"ours": NAMES["auto"], "warp_decode": NAMES["warp_decode"], "float32": "`reference`",
+             "expert_centric": NAMES["expert_centric"], "conventional": "conventional, MXFP8 activations"}
+    measured, rows = [r for r in report["results"] if r["part"] == "layer" and "error" not in r], []
+    case = lambda r: (r["format"], "bundled model" if r["case"].startswith("bundled") else "random", paths[r["path"]],
+                      "1 to 8" if r["batch"] <= 8 else "32 and 128")
+    for key in dict.fromkeys(map(case, measured)):
+        worst = {what: [r[what] for r in measured if case(r) == key] for what in measured[0]}
+        rows.append([*key, f"{max(worst['relative_l2']):.1e}", f"{max(worst['over_rounding_once']):.2f}",
+                     f"{min(worst['min_cosine']):.7f}", f"{max(worst['max_abs']):.6f}",
+                     f"{min(worst['correctly_rounded']):.2%}"])
+    lines = table(["weights", "values", "strategy", "B", "relative L2", "times rounding once", "cosine", "max abs",
+                   "correctly rounded"], rows)
+    models = [["float32" if r["path"] == "float32" else r["format"], paths[r["path"]], f"{r['perplexity']:.5f}"]
+              for r in report["results"] if r["part"] == "perplexity"]
+    if models:
+        lines += ["", "Perplexity per byte of the bundled model on held-out text:", "",
+                  *table(["weights", "strategy", "perplexity"], models)]
+    drawn = (RESULTS / name).with_suffix(".png").exists()
+    return [*lines, *source(report["meta"], name, image="Error of a layer, perplexity, drift over 48 layers" * drawn)]
 
 
 def formats(name: str, report: dict) -> list[str]:
@@ -130,7 +162,7 @@ def first_token(name: str, report: dict) -> list[str]:
     lengths, rows = sorted({r["tokens"] for r in results}), []
     for format, strategy in dict.fromkeys((r["format"], r["strategy"]) for r in results):
         row = {r["tokens"]: r for r in results if (r["format"], r["strategy"]) == (format, strategy)}
-        rows.append([format, {"auto": "**`auto`**", **NAMES}[strategy], *(
+        rows.append([format, NAMES[strategy], *(
             f"{row[n]['ms']:.1f}" if n in row else "" for n in lengths)])
     return [*table(["weights", "strategy", *(f"{n:,} tokens" for n in lengths)], rows), *source(report["meta"], name)]
 
@@ -142,29 +174,36 @@ def training(name: str, metrics: dict) -> list[str]:
             + f" ({metrics['parameters'] / 1e6:.1f} M parameters; `bench/results/{name}`)."]
 
 
-PARTS = {  # name of the block in README.md: (how it is written, from which files)
-    "layer": (layer, ["range-bf16.json", "range-mxfp8.json"]),
-    "suite": (suite, ["suite.json"]),
-    "forms": (forms, ["layer_forms.json"]),
-    "first_token": (first_token, ["first_token.json"]),
-    "formats": (formats, ["formats-qwen3-30b-a3b.json"]),
-    "shared_formats": (shared_formats, ["shared_formats-qwen3-30b-a3b-uniform.json"]),
-    "decode": (decode, ["decode_steps.json"]),
-    "parallel": (parallel, ["parallel-qwen3-30b-a3b.json", "parallel-deepseek-v3.json"]),
-    "training": (training, ["tiny_docs_training.json"])}
+PARTS = {  # file: {name of a block in it: (how it is written, from which files)}
+    "README.md": {
+        "layer": (layer, ["range-bf16.json", "range-mxfp8.json"]),
+        "decode": (decode, ["decode_steps.json"]),
+        "first_token": (first_token, ["first_token.json"]),
+        "accuracy": (accuracy, ["accuracy-layer.json"])},
+    "bench/RESULTS.md": {
+        "suite": (suite, ["suite.json"]),
+        "forms": (forms, ["layer_forms.json"]),
+        "formats": (formats, ["formats-qwen3-30b-a3b.json"]),
+        "shared_formats": (shared_formats, ["shared_formats-qwen3-30b-a3b-uniform.json"]),
+        "parts": (parts, ["decode_steps.json"]),
+        "accuracy": (accuracy, ["accuracy.json"]),
+        "parallel": (parallel, ["parallel-qwen3-30b-a3b.json", "parallel-deepseek-v3.json"]),
+        "training": (training, ["tiny_docs_training.json"])}}
 
 
-def rendered(readme: str) -> str:
-    """README.md with all measured parts brought up to date."""
-    for name, (write, files) in PARTS.items():
-        text = "\n\n".join("\n".join(write(file, json.loads((RESULTS / file).read_text()))) for file in files)
+def rendered(file: str, text: str) -> str:
+    """A file's text with all its measured parts brought up to date."""
+    for name, (write, files) in PARTS[file].items():
+        part = "\n\n".join("\n".join(write(data, json.loads((RESULTS / data).read_text()))) for data in files)
+        part = part.replace("](bench/results/", "](results/") if file.startswith("bench/") else part
         block = re.compile(rf"(<!-- measured: {name} -->\n).*?(\n?<!-- end -->)", re.DOTALL)
-        if len(block.findall(readme)) != 1:
-            raise SystemExit(f"README.md needs one block '<!-- measured: {name} -->' ... '<!-- end -->'")
-        readme = block.sub(lambda found, text=text: found[1] + text + "\n" + found[2].lstrip("\n"), readme)
-    return readme
+        if len(block.findall(text)) != 1:
+            raise SystemExit(f"{file} needs one block '<!-- measured: {name} -->' ... '<!-- end -->'")
+        text = block.sub(lambda found, part=part: found[1] + part + "\n" + found[2].lstrip("\n"), text)
+    return text
 
 
 if __name__ == "__main__":
-    path = ROOT / "README.md"
-    path.write_text(rendered(path.read_text()))
+    for file in PARTS:
+        path = ROOT / file
+        path.write_text(rendered(file, path.read_text()))

@@ -3,6 +3,10 @@
 import pathlib
 import re
 
+import pytest
+
+from bench.readme import PARTS, rendered
+
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf8")
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.S | re.M)
@@ -49,8 +53,20 @@ def test_the_map_covers_every_module():
     assert missing == []
 
 
-def test_the_measured_parts_come_from_the_results():
-    """`python -m bench.readme` would change nothing: every figure in the table is the one in the JSON."""
-    from bench.readme import rendered
+@pytest.mark.parametrize("file", PARTS)
+def test_the_measured_parts_come_from_the_results(file):
+    """`python -m bench.readme` would change nothing: every figure in the tables is the one in the JSON."""
+    text = (ROOT / file).read_text(encoding="utf8")
+    assert rendered(file, text) == text
 
-    assert rendered(README) == README
+
+@pytest.mark.parametrize("file", [*PARTS, "bench/NOTES.md"])
+def test_links_lead_somewhere(file):
+    """To a file of the repository, and to a heading that its target has."""
+    prose = re.sub(r"^```.*?^```", "", (ROOT / file).read_text(encoding="utf8"), flags=re.S | re.M)
+    for target, heading in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", prose):
+        path = (ROOT / file).parent / target if target else ROOT / file
+        assert path.exists(), target
+        if heading:
+            titles = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf8"), re.M)
+            assert heading in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles], heading
