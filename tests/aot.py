@@ -1,6 +1,6 @@
 """Compiles kernels to SASS on a machine without a GPU and reports what the compiler made of them.
 
-    python -m tests.aot --arch sm_90a --arch sm_100a [--filter NAME] [module:function ...]
+    python -m tests.aot --arch sm_90a --arch sm_100a --arch sm_103a [--filter NAME] [module:function ...]
 
 Cases come from `aot_cases:aot_cases` unless named otherwise: an iterable of (name, fn, args, limits) with `args` a
 tuple of pytrees of `jax.ShapeDtypeStruct` and `limits` a dict of fields of `Limits`. One line is printed per Mosaic GPU
@@ -27,7 +27,7 @@ import sys
 import tempfile
 from importlib import metadata
 
-ARCHS = {"sm_90a": (9, 0), "sm_100a": (10, 0)}
+ARCHS = {"sm_90a": (9, 0), "sm_100a": (10, 0), "sm_103a": (10, 3)}
 CASES = "aot_cases:aot_cases"
 # Registers and instructions depend on these versions.
 PINNED = {"nvidia-cuda-nvcc": "13.0.88", "nvidia-nvvm": "13.0.88", "nvidia-cuda-nvdisasm": "13.5.37"}

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_warp_decode import compat
 
 ARCHS = list(aot.ARCHS)
-ONE_ARCH = {"sm_90a": "hopper_cases", "sm_100a": "blackwell_cases"}
+ONE_ARCH = {"sm_90a": "hopper_cases", "sm_100a": "blackwell_cases", "sm_103a": "blackwell_cases"}
 
 
 def kernel_names():
@@ -108,7 +108,7 @@ def compile_for(arch):
 def reports():
     """arch -> every case of this file and of aot_cases.py, {name: report}, compiled when it is first asked for.
 
-    An architecture that is deselected, as in `-k "not sm_100a"`, costs nothing.
+    An architecture that is deselected, as in `-k "not sm_10"`, costs nothing.
     """
     if reason := aot.missing_tools():
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)

@@ -289,7 +289,8 @@ def aot_cases_without_wgmma():
 
 
 @needs_tools
-@pytest.mark.parametrize("cases, arch", [("aot_cases", "sm_90a"), ("aot_cases_without_wgmma", "sm_100a")])
+@pytest.mark.parametrize("cases, arch", [
+    ("aot_cases", "sm_90a"), ("aot_cases_without_wgmma", "sm_100a"), ("aot_cases_without_wgmma", "sm_103a")])
 def test_compiles_without_spills(cases, arch):
     reports = aot.compile_cases([f"test_shared:{cases}"], [arch])
     assert len(reports) == len(list(globals()[cases]()))
