@@ -58,7 +58,9 @@ def choose_config(slots: int, experts: ExpertWeights) -> Config:
 def temporary_bytes(tokens: int, experts_per_token: int, experts: ExpertWeights) -> int:
     """Device memory of a call besides its arguments and result, but for indices: intermediate and results.
 
-    Gathered rows of x, where there are any, lie where the results will.
+    Gathered rows of x, where there are any, lie where the results will. With an `activation_format`, so do the rounded
+    rows of x, and the intermediate is rounded in place: nothing is added, unless I is more than 6 H and the scales of
+    its blocks need more room than the results.
 
     Example:
       >>> import jax
