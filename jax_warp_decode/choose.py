@@ -104,9 +104,7 @@ def _warp_decode_refusal(tokens: int, experts_per_token: int, experts: ExpertWei
     if jnp.dtype(x_dtype) not in checks.HALF:
         return f"x is {jnp.dtype(x_dtype)}, the kernels take bfloat16 or float16"
     try:
-        for name, w in experts.weights.items():
-            rows, cols = w.shape[-2:]
-            checks.dimensions(name, cols, rows, checks.format_of(name, w))
+        checks.matrices(experts)
     except (ArgumentError, UnsupportedError) as error:
         return str(error)
     return ""

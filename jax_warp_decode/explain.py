@@ -60,9 +60,7 @@ def _configs(experts: ExpertWeights, tokens: int, experts_per_token: int, interp
     for name, value in (("tokens", tokens), ("experts_per_token", experts_per_token)):
         if static_integer(name, value, "of at least 1") < 1:
             raise ArgumentError(f"{name}: got {value}, expected at least 1")
-    for name, w in experts.weights.items():
-        rows, cols = w.shape[-2:]
-        checks.dimensions(name, cols, rows, checks.format_of(name, w))
+    checks.matrices(experts)
     H, I, format = experts.hidden, experts.intermediate, experts.format
     return {kernel: tuning.find(kernel, kinds, None, format=format, T=tokens, K=experts_per_token, H=H, I=I,
                                 interpret=bool(interpret)) for kernel, kinds in KERNELS.items()}

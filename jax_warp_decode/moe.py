@@ -95,7 +95,7 @@ def apply(x, routing, experts, *, layer, activation, strategy, activation_format
     batch_axes.check_numbers(x, routing, strategy)
     shape = x.shape
     x, routing = batch_axes.merge(x, routing)
-    routing = routing.check(tokens=x.shape[0], num_experts=experts.num_experts)
+    routing = routing.check(tokens=x.shape[0])
     if whole and routing.ids.shape[1] > experts.num_experts:
         raise ArgumentError(f"routing.ids: got K = {routing.ids.shape[1]} slots per token, expected at most "
                             f"E = {experts.num_experts}, the experts; a share of them goes through `moe_local`")

@@ -27,7 +27,7 @@ class Routing:
     Example:
       >>> import jax.numpy as jnp
       >>> from jax_warp_decode.routing import Routing
-      >>> r = Routing(jnp.array([[0, 5], [7, -1]], jnp.int16), [[0.6, 0.4], [0.7, 0.3]]).check(tokens=2, num_experts=8)
+      >>> r = Routing(jnp.array([[0, 5], [7, -1]], jnp.int16), [[0.6, 0.4], [0.7, 0.3]]).check(tokens=2)
       >>> r.ids.dtype, r.weights.dtype
       (dtype('int32'), dtype('float32'))
     """
@@ -35,7 +35,7 @@ class Routing:
     ids: jax.Array
     weights: jax.Array
 
-    def check(self, tokens: int, num_experts: int) -> "Routing":
+    def check(self, tokens: int) -> "Routing":
         """The same routing with ids as int32 [T, K] and weights as float32 [T, K].
 
         Ids may have any integer dtype; those beyond int32 become -1 (not routed), which is what they mean. (Without x64

@@ -411,7 +411,7 @@ def test_bad_settings_are_named(make, message):
 @pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
 def test_any_integer_type_is_taken_for_ids(dtype, make, x64):
     with jax.enable_x64(x64):
-        got = Routing(make(np.array([[0, 5], [7, 1]], dtype)), make(np.full((2, 2), 0.5, np.float32))).check(2, 8)
+        got = Routing(make(np.array([[0, 5], [7, 1]], dtype)), make(np.full((2, 2), 0.5, np.float32))).check(2)
     assert (got.ids.tolist(), got.ids.dtype, got.weights.dtype) == ([[0, 5], [7, 1]], jnp.int32, jnp.float32)
 
 
@@ -421,9 +421,9 @@ def test_any_integer_type_is_taken_for_ids(dtype, make, x64):
     np.array([[2**31 + 3, 1]], np.uint32), np.array([[2**64 - 1, 1]], np.uint64), [[2**40, 1]]])
 def test_ids_beyond_int32_stay_out_of_range(ids, x64):
     with jax.enable_x64(x64):
-        got = Routing(ids, [[0.5, 0.5]]).check(tokens=1, num_experts=8).ids
+        got = Routing(ids, [[0.5, 0.5]]).check(tokens=1).ids
         if x64 and isinstance(ids, np.ndarray):
-            on_device = Routing(jnp.asarray(ids), [[0.5, 0.5]]).check(tokens=1, num_experts=8).ids
+            on_device = Routing(jnp.asarray(ids), [[0.5, 0.5]]).check(tokens=1).ids
             np.testing.assert_array_equal(on_device, got)
     assert got[0, 1] == 1 and not 0 <= int(got[0, 0]) < 8
 
@@ -432,18 +432,18 @@ def test_weights_are_used_as_float32():
     """D09: float64, lists and narrow floats."""
     ids = jnp.zeros((1, 2), jnp.int32)
     for weights in (np.array([[0.1, 0.9]]), [[0.1, 0.9]], np.array([[0.1, 0.9]], np.float16)):
-        got = Routing(ids, weights).check(1, 4).weights
+        got = Routing(ids, weights).check(1).weights
         assert got.dtype == jnp.float32
         np.testing.assert_array_equal(got, np.asarray(weights, np.float32))
 
 
 def test_repeated_ids_and_skipped_slots_are_allowed():
     routing = Routing(jnp.array([[3, 3], [-1, 9]]), jnp.array([[0.5, 0.5], [jnp.nan, jnp.nan]]))
-    assert routing.check(tokens=2, num_experts=4).ids.tolist() == [[3, 3], [-1, 9]]
+    assert routing.check(tokens=2).ids.tolist() == [[3, 3], [-1, 9]]
 
 
 def test_check_works_under_jit():
-    checked = jax.jit(lambda r: r.check(2, 8))(Routing(jnp.zeros((2, 2), jnp.uint8), jnp.ones((2, 2), jnp.bfloat16)))
+    checked = jax.jit(lambda r: r.check(2))(Routing(jnp.zeros((2, 2), jnp.uint8), jnp.ones((2, 2), jnp.bfloat16)))
     assert (checked.ids.dtype, checked.weights.dtype) == (jnp.int32, jnp.float32)
 
 
@@ -462,4 +462,4 @@ def test_check_works_under_jit():
 ])
 def test_bad_routing_is_named(ids, weights, message):
     with pytest.raises(ArgumentError, match=message):
-        Routing(ids, weights).check(tokens=2, num_experts=8)
+        Routing(ids, weights).check(tokens=2)

@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_warp_decode.activations import Activation
 from jax_warp_decode.errors import ArgumentError, UnsupportedError
-from jax_warp_decode.experts import Weight, describe, is_float_array, plain_or, weight_format
+from jax_warp_decode.experts import ExpertWeights, Weight, describe, is_float_array, plain_or, weight_format
 from jax_warp_decode.formats import QuantizedArray
 from jax_warp_decode.kernels import kernel_format
 from jax_warp_decode.kernels.expert_index import ExpertIndex
@@ -124,12 +124,20 @@ def format_of(name: str, w: Weight) -> str:
     return weight_format(w)
 
 
-def dimensions(name: str, cols: int, n: int, format: str) -> None:
+def dimensions(name: str, cols: int, n: int) -> None:
     """Refuses a weight [n, cols] that no `RowTile` can walk."""
     if cols % 32 or n % 32 or not cols:
         raise UnsupportedError(
             f"{name}: got [.., {n}, {cols}], warp decode needs multiples of 32; pad with zeros to "
             f"[.., {math.ceil(n / 32) * 32}, {max(32, math.ceil(cols / 32) * 32)}] once, or {WAY_OUT}")
+
+
+def matrices(experts: ExpertWeights) -> None:
+    """Refuses matrices of a format or a size that the warp-decode kernels cannot read."""
+    for name, w in experts.weights.items():
+        format_of(name, w)
+        n, cols = w.shape[-2:]
+        dimensions(name, cols, n)
 
 
 def config_type(config, kinds: tuple[type, ...], interpret=False):

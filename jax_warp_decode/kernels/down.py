@@ -174,7 +174,7 @@ def moe_down_3d_batched(
     T, K, H, I, format = checks.down_shapes(h, ids, weights, w_down, b_down, index)
     if T * K * index.num_experts == 0:
         return jnp.zeros((T, H), out_dtype)
-    checks.dimensions("w_down", I, H, format)
+    checks.dimensions("w_down", I, H)
     found = tuning.find("moe_down", CONFIGS, config, format=format, T=T, K=K, H=H, I=I, interpret=bool(interpret))
     config = checks.config_type(found.config, CONFIGS, interpret)
     config.check(H, I, K, format)

@@ -162,7 +162,7 @@ def moe_gate_up_3d_batched(
     T, K, H, I, format = checks.gate_up_shapes(x, ids, w_gate, w_up, b_gate, b_up, activation, index)
     if T * K * index.num_experts == 0:
         return jnp.zeros((T, K, I), out_dtype)
-    checks.dimensions(name, H, I, format)
+    checks.dimensions(name, H, I)
     found = tuning.find("moe_gate_up", CONFIGS, config, format=format, T=T, K=K, H=H, I=I, interpret=bool(interpret))
     config = checks.config_type(found.config, CONFIGS, interpret)
     config.check(H, I, K, format)

@@ -342,7 +342,7 @@ def _gather(interpret, rows, tokens, step, target, width, cols):
         return plgpu.commit_smem()
     words = plgpu.Layout.WG_STRIDED((width * 8,), vec_size=1)
     arg_types = plgpu.RefType(), words, plgpu.Layout.WG_SPLAT(()), plgpu.RefType(_transforms(2))
-    return plgpu.inline_mgpu(arg_types=arg_types)(grouped_simt.gather(width, cols))(rows, tokens, step, target)
+    return plgpu.inline_mgpu(arg_types=arg_types)(grouped_simt.gather(cols))(rows, tokens, step, target)
 
 
 def _gathered(interpret, pending):

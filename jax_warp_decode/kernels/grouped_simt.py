@@ -66,8 +66,8 @@ def tokens(width: int, rows: int):
     return body
 
 
-def gather(width: int, cols: int):
-    """Starts to copy columns 64 * step .. of the rows of `tokens` to [width, 64], tiled by (8, 64), 128-byte swizzle.
+def gather(cols: int):
+    """Starts to copy columns 64 * step .. of the rows of `tokens` to [rows, 64], tiled by (8, 64), 128-byte swizzle.
 
     Eight threads copy a row, 16 bytes each. The copies are one group of `cp.async`.
     """

@@ -68,8 +68,8 @@ class Case:
                                 f"E = {p.num_experts}")
         if self.format == "mxfp8" and (p.hidden % 32 or p.intermediate % 32):
             raise UnsupportedError(f"shape: got {_sizes(p)}, expected H and I in multiples of 32, the block of MXFP8")
-        checks.dimensions("w_gate", p.hidden, p.intermediate, self.format)
-        checks.dimensions("w_down", p.intermediate, p.hidden, self.format)
+        checks.dimensions("w_gate", p.hidden, p.intermediate)
+        checks.dimensions("w_down", p.intermediate, p.hidden)
 
 
 @dataclasses.dataclass(frozen=True)
