@@ -236,6 +236,12 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p():
     (dict(top_p=1.5, temperature=1.0, rng=jax.random.key(0)), ["top_p", "1.5"]),
     (dict(temperature=1.0), ["rng", "None"]),
     (dict(chunk=0), ["chunk", "0"]),
+    (dict(chunk=2.5), ["chunk", "2.5", "a static integer"]),
+    (dict(max_len="64"), ["max_len", "'64'", "a static integer"]),
+    (dict(temperature="warm"), ["temperature", "'warm'", "a number"]),
+    (dict(temperature=1e39, rng=jax.random.key(0)), ["temperature", "1e+39", "3.4e+38"]),
+    (dict(temperature=1.0, rng=0), ["rng", "int", "jax.random.key"]),
+    (dict(rng=jax.random.key(0)), ["rng", "a key", "temperature 0"]),
 ])
 def test_bad_arguments_raise_before_anything_runs(parts_of, change, words):
     arguments = dict(prompts=[[1, 2], [3]], max_new_tokens=9) | change

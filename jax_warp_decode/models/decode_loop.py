@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import operator
 import time
 from collections.abc import Sequence
 
@@ -13,8 +12,8 @@ import numpy as np
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.models.cache import RaggedCache
 from jax_warp_decode.models.decode_step import DecodeModel, DecoderWeights, decode_step, prefill
-from jax_warp_decode.models.generate import MAX_TEMPERATURE, MIN_TEMPERATURE
-from jax_warp_decode.models.sampling import sample
+from jax_warp_decode.models.sampling import check_sampling, sample
+from jax_warp_decode.routers import static_integer
 
 PROMPT_MULTIPLE = 64  # prompts are padded to this, so that few prefills are compiled
 
@@ -172,10 +171,12 @@ def generate_ragged(
       [(1, 2), (8, 2), (1, 2)]
     """
     prompts = _check_prompts(prompts, model.config.vocab_size)
-    max_new_tokens, chunk = operator.index(max_new_tokens), operator.index(chunk)
-    for name, value in (("max_new_tokens", max_new_tokens), ("chunk", chunk)):
+    sizes = {name: static_integer(name, value, "of at least 1")
+             for name, value in (("max_new_tokens", max_new_tokens), ("chunk", chunk))}
+    for name, value in sizes.items():
         if value < 1:
             raise ArgumentError(f"{name}: got {value}, expected at least 1")
+    max_new_tokens, chunk = sizes.values()
     longest, limit = max(map(len, prompts)), model.config.max_position_embeddings
     needed = longest + max_new_tokens
     if needed > limit:
@@ -184,19 +185,16 @@ def generate_ragged(
                             "the prompt or ask for less")
     chunk = min(chunk, max(max_new_tokens - 1, 1))
     needed = longest + 1 + -(-(max_new_tokens - 1) // chunk) * chunk
-    max_len = -(-needed // PROMPT_MULTIPLE) * PROMPT_MULTIPLE if max_len is None else operator.index(max_len)
+    if max_len is None:
+        max_len = -(-needed // PROMPT_MULTIPLE) * PROMPT_MULTIPLE
+    max_len = static_integer("max_len", max_len, "of at least 1")
     if max_len < needed:
         raise ArgumentError(f"max_len: got {max_len}, expected at least {needed}, prompt and new tokens in whole "
                             f"chunks of {chunk}")
-    if not (temperature == 0.0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE):
-        raise ArgumentError(f"temperature: got {temperature}, expected 0 or a number from {MIN_TEMPERATURE:.3g} to "
-                            f"{MAX_TEMPERATURE:.3g}; 0 takes the most likely token")
+    temperature = check_sampling(temperature, rng)
     if top_p is not None and not (0.0 < top_p <= 1.0 and temperature > 0.0):
         raise ArgumentError(f"top_p: got {top_p} with temperature {temperature}, expected 0 < top_p <= 1 and a "
                             "temperature above 0")
-    if (rng is not None) != (temperature > 0.0):
-        raise ArgumentError(f"rng: got {'None' if rng is None else 'a key'} with temperature {temperature}, expected a "
-                            "key only when temperature > 0; pass rng=jax.random.key(seed) to sample")
     return RaggedGeneration(
         model, weights, prompts, max_new_tokens, chunk, max_len, rng, temperature or None,
         None if top_p == 1 else top_p)  # which keeps every token, however their probabilities add up in float32

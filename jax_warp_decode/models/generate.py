@@ -14,11 +14,8 @@ from jax.typing import ArrayLike
 
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.models.cache import KVCache
-from jax_warp_decode.models.sampling import sample
+from jax_warp_decode.models.sampling import check_sampling, sample
 from jax_warp_decode.routers import static_integer
-
-# Normal float32 numbers: devices may flush smaller ones to 0.
-MIN_TEMPERATURE, MAX_TEMPERATURE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 @functools.lru_cache(maxsize=16)
@@ -118,29 +115,6 @@ def _check_prompt(prompt, vocab_size: int) -> np.ndarray:
     return prompt.astype(np.int32)
 
 
-def _check_temperature(temperature) -> float:
-    try:
-        if isinstance(temperature, str):
-            raise TypeError
-        value = float(temperature)
-    except (TypeError, ValueError):
-        raise ArgumentError(f"temperature: got {temperature!r}, expected a number") from None
-    if not (value == 0.0 or MIN_TEMPERATURE <= value <= MAX_TEMPERATURE):
-        raise ArgumentError(
-            f"temperature: got {value}, expected a finite number >= 0, and above 0 from {MIN_TEMPERATURE:.3g} to "
-            f"{MAX_TEMPERATURE:.3g}; 0 takes the most likely token")
-    return value
-
-
-def _check_key(rng) -> None:
-    """Refuses what is no single key: neither of `jax.random.key` nor a raw one."""
-    dtype, ndim = getattr(rng, "dtype", None), getattr(rng, "ndim", None)
-    typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
-    if not (typed and ndim == 0 or dtype == jnp.uint32 and ndim == 1):
-        got = type(rng).__name__ if dtype is None else f"{dtype} {rng.shape}"
-        raise ArgumentError(f"rng: got {got}, expected one key; make it with jax.random.key(seed)")
-
-
 def generate(
     model: Any,
     prompt_tokens: ArrayLike,
@@ -203,12 +177,6 @@ def generate(
         raise ArgumentError(
             f"max_len: got {max_len}, expected {needed} (prompt and new tokens) <= max_len <= {limit} "
             f"(max_position_embeddings)")
-    temperature = _check_temperature(temperature)
-    if rng is not None:
-        _check_key(rng)
-    if (rng is not None) != (temperature > 0.0):
-        raise ArgumentError(
-            f"rng: got {'None' if rng is None else 'a key'} with temperature {temperature}, expected a key only when "
-            f"temperature > 0; pass rng=jax.random.key(seed) to sample, temperature=0.0 for greedy")
+    temperature = check_sampling(temperature, rng)
     cache = KVCache.create(model.config, batch, max_len, model.dtype)
     return Generation(model, jnp.asarray(prompt), max_new_tokens, cache, temperature, rng)

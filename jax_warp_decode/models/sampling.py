@@ -4,6 +4,12 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from jax_warp_decode.errors import ArgumentError
+
+# Normal float32 numbers: devices may flush smaller ones to 0.
+MIN_TEMPERATURE, MAX_TEMPERATURE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 def sample(
@@ -45,3 +51,43 @@ def sample(
         least = jnp.min(jnp.where(before < top_p, descending, jnp.inf), axis=-1, keepdims=True)
         scaled = jnp.where(probabilities >= least, scaled, -jnp.inf)
     return jax.random.categorical(cast(jax.Array, key), scaled).astype(jnp.int32)
+
+
+def check_sampling(temperature, rng) -> float:
+    """The temperature as a number, for all that generate.
+
+    Raises:
+      ArgumentError: it is none, or none that float32 holds; a key without a temperature above 0, or the other way
+        round; or what is no single key.
+    """
+    value = _check_temperature(temperature)
+    if rng is not None:
+        _check_key(rng)
+    if (rng is not None) != (value > 0.0):
+        raise ArgumentError(
+            f"rng: got {'None' if rng is None else 'a key'} with temperature {value}, expected a key only when "
+            f"temperature > 0; pass rng=jax.random.key(seed) to sample, temperature=0.0 for greedy")
+    return value
+
+
+def _check_temperature(temperature) -> float:
+    try:
+        if isinstance(temperature, str):
+            raise TypeError
+        value = float(temperature)
+    except (TypeError, ValueError):
+        raise ArgumentError(f"temperature: got {temperature!r}, expected a number") from None
+    if not (value == 0.0 or MIN_TEMPERATURE <= value <= MAX_TEMPERATURE):
+        raise ArgumentError(
+            f"temperature: got {value}, expected a finite number >= 0, and above 0 from {MIN_TEMPERATURE:.3g} to "
+            f"{MAX_TEMPERATURE:.3g}; 0 takes the most likely token")
+    return value
+
+
+def _check_key(rng) -> None:
+    """Refuses what is no single key: neither of `jax.random.key` nor a raw one."""
+    dtype, ndim = getattr(rng, "dtype", None), getattr(rng, "ndim", None)
+    typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    if not (typed and ndim == 0 or dtype == jnp.uint32 and ndim == 1):
+        got = type(rng).__name__ if dtype is None else f"{dtype} {rng.shape}"
+        raise ArgumentError(f"rng: got {got}, expected one key; make it with jax.random.key(seed)")
