@@ -37,7 +37,7 @@ from jax_warp_decode.models.decode_step import (
     DecoderWeights,
     MoeOptions,
     decoder_layer,
-    rotation_of,
+    turn_of,
 )
 from jax_warp_decode.presets import Preset, get_preset
 
@@ -179,9 +179,9 @@ def run_one(model: DecodeModel, layer, x: jax.Array):
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         return y.reshape(B * S, *y.shape[2:]), None
 
-    rotation = rotation_of(model.config, jnp.tile(jnp.arange(S, dtype=jnp.int32), B))
+    turn = turn_of(model.config, jnp.tile(jnp.arange(S, dtype=jnp.int32), B))
     with jax.default_matmul_precision("highest"):
-        x, _, ids = decoder_layer(model, layer, x.reshape(B * S, H), rotation, attend)
+        x, _, ids = decoder_layer(model, layer, x.reshape(B * S, H), turn, attend)
     return x.reshape(B, S, H), ids.reshape(B, S, -1)
 
 
@@ -200,7 +200,7 @@ class Bundled:
     @functools.cache  # noqa: B019 (there is one of these)
     def activations(self):
         """(x, routing, experts in MXFP8) of every layer, for the first bytes of the text."""
-        rotation = rotation_of(self.config, jnp.arange(TOKENS, dtype=jnp.int32))
+        turn = turn_of(self.config, jnp.arange(TOKENS, dtype=jnp.int32))
 
         def attend(q, k, v):
             return jax.nn.dot_product_attention(q[None], k[None], v[None], is_causal=True)[0], None
@@ -213,7 +213,7 @@ class Bundled:
                 found.append((x, routing))
                 return moe(x, routing, experts, strategy="reference")
 
-            x, *_ = decoder_layer(DecodeModel(self.config, recording), layer, x, rotation, attend)
+            x, *_ = decoder_layer(DecodeModel(self.config, recording), layer, x, turn, attend)
             return x, *found[0]
 
         weights, calls = self.weights["mxfp8"], []

@@ -22,7 +22,7 @@ from jax_warp_decode.models.decode_attention import ATTENTION, FUSED, attend_mas
 from jax_warp_decode.models.decode_weights import DecoderWeights, LayerWeights
 from jax_warp_decode.models.decoder import Decoder
 from jax_warp_decode.models.decoder_config import DecoderConfig
-from jax_warp_decode.models.rope import rotation
+from jax_warp_decode.models.rope import rotate, rotation
 from jax_warp_decode.moe import moe
 from jax_warp_decode.route_tokens import norm_and_route, route_tokens
 from jax_warp_decode.routing import Routing
@@ -125,11 +125,11 @@ def decode_step_with_routing(
     attention = model.resolved_attention
     with jax.named_scope("embed"):
         x = _embed(model, weights, tokens, cache.lengths < cache.max_len)
-        rotation = rotation_of(model.config, cache.lengths)
+        turn = turn_of(model.config, cache.lengths)
         delta = None
     ks, vs, ids = [], [], []
     for number, (layer, k, v) in enumerate(zip(weights.layers, cache.k, cache.v, strict=True)):
-        state = rotation, cache.lengths, k, v
+        state = turn, cache.lengths, k, v
         if attention == FUSED:
             x, delta, k, v, chosen = _fused_layer(model, layer, x, delta, *state)
         else:
@@ -170,12 +170,12 @@ def prefill(
         raise ArgumentError(f"tokens: got {S} per row, expected at most {cache.max_len}, the cache's max_len")
     with jax.named_scope("embed"):
         x = _embed(model, weights, tokens.reshape(-1), jnp.broadcast_to(jnp.bool_(True), (B * S,)))
-        rotation = rotation_of(model.config, jnp.tile(jnp.arange(S, dtype=jnp.int32), B))
+        turn = turn_of(model.config, jnp.tile(jnp.arange(S, dtype=jnp.int32), B))
         real = (jnp.arange(S, dtype=jnp.int32) < lengths[:, None]).reshape(-1)
     ks, vs = [], []
     for number, (layer, k, v) in enumerate(zip(weights.layers, cache.k, cache.v, strict=True)):
         x, k, v = _prefill_layer(
-            model, model.config.window(number), cache.heads_first, layer, x, rotation, real, k, v)
+            model, model.config.window(number), cache.heads_first, layer, x, turn, real, k, v)
         ks.append(k)
         vs.append(v)
     with jax.named_scope("head"):
@@ -187,20 +187,19 @@ def prefill(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _fused_layer(model, layer, x, delta, rotation, lengths, k_cache, v_cache):
+def _fused_layer(model, layer, x, delta, turn, lengths, k_cache, v_cache):
     """A layer on the residual stream x + delta: who reads it adds the two, so that no launch is spent on the sum.
 
     delta is None for the first layer.
     """
     config, T = model.config, x.shape[0]
-    cos, sin = (a[:, 0] for a in rotation)
     with jax.named_scope("attention"):
         with jax.named_scope("qkv"):
             heads = _project(model, _terms(x, delta), layer.w_qkv, gain=layer.input_norm)
         with jax.named_scope("attend"):
             y, k, v = fused_attention(
-                heads.reshape(T, -1, config.head_dim), layer.q_norm, layer.k_norm, (cos, sin), k_cache, v_cache,
-                lengths, eps=config.rms_norm_eps, interpret=model.interpret)
+                heads.reshape(T, -1, config.head_dim), layer.q_norm, layer.k_norm, turn, k_cache, v_cache, lengths,
+                eps=config.rms_norm_eps, interpret=model.interpret)
         with jax.named_scope("output"):
             x = _project(model, (y.reshape(T, -1),), layer.w_o, residuals=_terms(x, delta))
     h, routing = norm_and_route(x, layer.post_norm, layer.w_router, config.router, eps=config.rms_norm_eps,
@@ -227,7 +226,7 @@ def _project(model, xs, w, *, gain=None, residuals=(), out_dtype=None, name="den
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _decode_layer(attention, window, model, layer, x, rotation, lengths, k_cache, v_cache):
+def _decode_layer(attention, window, model, layer, x, turn, lengths, k_cache, v_cache):
     def attend(q, k, v):
         k_new = attention.write(k_cache, lengths, k)
         v_new = attention.write(v_cache, lengths, v)
@@ -238,12 +237,12 @@ def _decode_layer(attention, window, model, layer, x, rotation, lengths, k_cache
             y = attend_masked(q[:, None], k_new, v_new, seen, layer.sinks)[:, 0]
         return y, (k_new, v_new)
 
-    x, (k, v), ids = decoder_layer(model, layer, x, rotation, attend)
+    x, (k, v), ids = decoder_layer(model, layer, x, turn, attend)
     return x, k, v, ids
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _prefill_layer(model, window, heads_first, layer, x, rotation, real, k_cache, v_cache):
+def _prefill_layer(model, window, heads_first, layer, x, turn, real, k_cache, v_cache):
     B, S = k_cache.shape[0], x.shape[0] // k_cache.shape[0]
 
     def attend(q, k, v):
@@ -262,16 +261,16 @@ def _prefill_layer(model, window, heads_first, layer, x, rotation, real, k_cache
         return y.reshape(B * S, *y.shape[2:]), (write(k_cache, k.astype(k_cache.dtype)),
                                                 write(v_cache, v.astype(v_cache.dtype)))
 
-    x, (k, v), _ = decoder_layer(model, layer, x, rotation, attend, real)
+    x, (k, v), _ = decoder_layer(model, layer, x, turn, attend, real)
     return x, k, v
 
 
-def decoder_layer(model: DecodeModel, layer: LayerWeights, x: jax.Array, rotation: tuple, attend: Callable, real=None):
+def decoder_layer(model: DecodeModel, layer: LayerWeights, x: jax.Array, turn: tuple, attend: Callable, real=None):
     """One layer on T tokens, in any XLA backend.
 
     Args:
       x: [T, H] residual stream.
-      rotation: from `rotation_of`.
+      turn: from `turn_of`.
       attend: (q [T, N, D], k [T, KVH, D], v [T, KVH, D]) -> (attended values [T, N, D], anything).
       real: bool [T], tokens that are no padding; None for all.
 
@@ -290,7 +289,7 @@ def decoder_layer(model: DecodeModel, layer: LayerWeights, x: jax.Array, rotatio
             if layer.q_norm is not None and layer.k_norm is not None:
                 gains = jnp.where(jnp.arange(N + KVH)[:, None] < N, layer.q_norm, layer.k_norm)
                 qk = _norm(config, qk, gains)
-            qk = _rotate(qk, rotation)
+            qk = rotate(qk, turn)
         with jax.named_scope("attend"):
             y, state = attend(qk[:, :N], qk[:, N:], heads[:, N + KVH:])
         with jax.named_scope("output"):
@@ -326,17 +325,9 @@ def _dense(x: jax.Array, w: jax.Array, out_dtype=None, bias: jax.Array | None = 
     return y.astype(out_dtype or x.dtype)
 
 
-def rotation_of(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [T, 1, D/2] of the rotary angles at positions [T] (RoPE, arXiv:2104.09864)."""
-    cos, sin = rotation(positions, config.rope_theta, config.head_dim, config.yarn)
-    return cos[:, None], sin[:, None]
-
-
-def _rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates x [T, N, D] in float32; dimension i is paired with i + D/2."""
-    cos, sin = rotation
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+def turn_of(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin [T, D/2] of the rotary angles at positions [T]."""
+    return rotation(positions, config.rope_theta, config.head_dim, config.yarn)
 
 
 def _embed(model: DecodeModel, weights: DecoderWeights, tokens: jax.Array, fits: jax.Array) -> jax.Array:

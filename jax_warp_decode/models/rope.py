@@ -77,7 +77,7 @@ def rotation(positions: jax.Array, theta: float, dim: int, yarn: Yarn | None) ->
 
 
 def rotate(x: jax.Array, turn: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates x [B, S, N, D] in float32; i is paired with i + D/2 (RoPE, arXiv:2104.09864)."""
+    """Rotates x [.., S, N, D] in float32 by `rotation`; i is paired with i + D/2 (RoPE, arXiv:2104.09864)."""
     cos, sin = (a[:, None, :] for a in turn)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
