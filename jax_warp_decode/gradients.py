@@ -40,10 +40,14 @@ def widen(w: jax.Array | QuantizedArray, dtype) -> jax.Array:
     """
     if not isinstance(w, QuantizedArray):
         return dequantize(w, dtype)
-    return without_gradient(
-        lambda w: dequantize(w, dtype),
+    return of_quantised(lambda w: dequantize(w, dtype), w)
+
+
+def of_quantised(fn: Callable, w: QuantizedArray):
+    """fn(w), which refuses to be differentiated."""
+    return without_gradient(fn, (
         f"experts: got {w.format} weights to differentiate, which have no gradient; differentiate x and the routing "
-        "weights only, or train dense weights and quantise them afterwards")(w)
+        "weights only, or train dense weights and quantise them afterwards"))(w)
 
 
 def reverse_only(tree, message: str):

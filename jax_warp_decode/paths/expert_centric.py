@@ -20,7 +20,7 @@ from jax_warp_decode.device import BLACKWELL, capability
 from jax_warp_decode.errors import UnsupportedError
 from jax_warp_decode.experts import MATRIX_OF, ExpertWeights
 from jax_warp_decode.formats import FORMATS, QuantizedArray
-from jax_warp_decode.gradients import reverse_only, widen, without_gradient
+from jax_warp_decode.gradients import of_quantised, reverse_only, widen
 from jax_warp_decode.paths import grouped_bias, grouped_gemm, grouped_layer
 from jax_warp_decode.paths.grouped_plan import IN_BOUNDS
 from jax_warp_decode.paths.quantise import quantise
@@ -114,7 +114,7 @@ def run(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation: A
         y = stages(x, routing, experts, activation=activation, activation_format=activation_format)
     else:
         arrays = {"x": x, "weights": routing.weights, **experts.weights, **experts.biases}
-        fixed = {name: _no_gradient(a) for name, a in arrays.items() if isinstance(a, QuantizedArray)}
+        fixed = {name: of_quantised(lambda w: w, a) for name, a in arrays.items() if isinstance(a, QuantizedArray)}
         floats = {name: a for name, a in arrays.items() if name not in fixed}
         y = _fused(activation, activation_format)(floats, {"ids": routing.ids, **fixed})
     return y.astype(out_dtype or x.dtype)
@@ -164,12 +164,6 @@ def _fused(activation, activation_format):
     run.defvjp(lambda floats, fixed: jax.vjp(lambda floats: in_stages(floats, fixed), floats),
                lambda pullback, cotangent: (*pullback(cotangent), None))
     return run
-
-
-def _no_gradient(w):
-    return without_gradient(lambda w: w, (
-        f"experts: got {w.format} weights to differentiate, which have no gradient; differentiate x and the routing "
-        "weights only, or train dense weights and quantise them afterwards"))(w)
 
 
 def operand_dtype(x_dtype, weight_format: str):
