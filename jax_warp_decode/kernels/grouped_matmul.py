@@ -34,7 +34,7 @@ from jax_warp_decode.kernels.grouped_config import (
     WARPGROUPS,
     GroupedConfig,
 )
-from jax_warp_decode.kernels.tile import MX_BLOCK, e8m0_to_f32
+from jax_warp_decode.kernels.kernel_format import MX_BLOCK, e8m0_to_f32
 
 REGISTERS = {False: (40, 232), True: (56, 224)}  # of a thread that requests copies and of one that multiplies
 

@@ -8,8 +8,8 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from jax_warp_decode.errors import UnsupportedError
 from jax_warp_decode.kernels import simt
+from jax_warp_decode.kernels.kernel_format import MX_BLOCK
 from jax_warp_decode.kernels.simt import LANES, WARPGROUP, Int
-from jax_warp_decode.kernels.tile import MX_BLOCK
 
 
 def need_hopper(name: str) -> None:

@@ -26,7 +26,7 @@ from jax_warp_decode.activations import Activation
 from jax_warp_decode.gradients import without_gradient
 from jax_warp_decode.kernels import checks, grouped_items
 from jax_warp_decode.kernels.grouped_config import BLOCK, CHUNK, FIELDS, PART, ROW_ALIGNMENT, TILE, Tcgen05Config
-from jax_warp_decode.kernels.tile import MX_BLOCK, e8m0_to_f32
+from jax_warp_decode.kernels.kernel_format import MX_BLOCK, e8m0_to_f32
 
 
 @functools.cache

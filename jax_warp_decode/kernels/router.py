@@ -31,9 +31,10 @@ from jax_warp_decode.experts import describe, is_float_array
 from jax_warp_decode.gradients import without_gradient
 from jax_warp_decode.kernels import checks
 from jax_warp_decode.kernels.cluster_exchange import ClusterExchange, InterpretedExchange
+from jax_warp_decode.kernels.kernel_format import LOAD_BYTES
 from jax_warp_decode.kernels.prefetch import prefetch_lines
 from jax_warp_decode.kernels.row_norm import RowNorm, walk
-from jax_warp_decode.kernels.tile import LANES, LOAD_BYTES, WARPS, RowTile
+from jax_warp_decode.kernels.tile import LANES, WARPS, RowTile
 from jax_warp_decode.routers import Router, order_key
 
 FORMATS = {2: "bf16", 4: "f32"}  # of the weight, by its bytes per value

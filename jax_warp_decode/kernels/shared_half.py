@@ -30,10 +30,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jax_warp_decode.kernels import simt
+from jax_warp_decode.kernels.kernel_format import MX_BLOCK, e8m0_to_f32
 from jax_warp_decode.kernels.shared_simt import finish_operand, load_words, own_row
 from jax_warp_decode.kernels.simt import LANES, WARPGROUP, Int
 from jax_warp_decode.kernels.stream_format import STREAM_FORMATS, Ring
-from jax_warp_decode.kernels.tile import MX_BLOCK, e8m0_to_f32
 
 LARGEST = 14  # exponent of the largest value of a row, as float16
 SHIFT = 22  # of the sums: scales are multiplied by 2^-SHIFT

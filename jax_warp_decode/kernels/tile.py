@@ -36,7 +36,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_warp_decode.formats import QuantizedArray
 from jax_warp_decode.kernels import kernel_format
-from jax_warp_decode.kernels.kernel_format import LOAD_BYTES, MX_BLOCK, Scale, e8m0_to_f32  # noqa: F401
+from jax_warp_decode.kernels.kernel_format import Scale
 
 WARPS = 4  # warps in a warpgroup
 LANES = 32  # lanes in a warp
