@@ -11,7 +11,7 @@ from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.experts import DENSE_FORMATS, ExpertWeights, check_experts
 from jax_warp_decode.kernels import checks
 from jax_warp_decode.kernels.expert_index import check_layer
-from jax_warp_decode.routing import Routing
+from jax_warp_decode.routing import Routing, is_routed
 
 ACTIVATION_FORMATS = (None, "mxfp8")
 WEIGHT_ON = ("output", "input")
@@ -155,8 +155,7 @@ def check_operands(x, routing, experts) -> jax.Array:
 
 def _weighted_rows(x, routing, num_experts, strategy):
     """x [T, H] times each routing weight, [T * K, H], and the routing of these rows: one slot each, of weight 1."""
-    routed = (routing.ids >= 0) & (routing.ids < jnp.int32(num_experts))
-    weights = jnp.where(routed, routing.weights, jnp.float32(0))
+    weights = jnp.where(is_routed(routing.ids, num_experts), routing.weights, jnp.float32(0))
     rows = (x.astype(jnp.float32)[:, None] * weights[:, :, None]).reshape(-1, x.shape[-1])
     ids = routing.ids.reshape(-1, 1)
     rows = rows if strategy == "reference" else rows.astype(x.dtype)

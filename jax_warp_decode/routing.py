@@ -166,6 +166,18 @@ def float32_weights(weights, name: str = "routing.weights") -> jax.Array:
     return jnp.asarray(weights.astype(jnp.float32))
 
 
+def is_routed(ids: jax.Array, num_experts: int) -> jax.Array:
+    """Which slots of int32 ids go to one of E = `num_experts` experts: bool of the same shape.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_warp_decode.routing import is_routed
+      >>> is_routed(jnp.array([0, 7, -1, 8]), 8).tolist()
+      [True, True, False, False]
+    """
+    return (ids >= 0) & (ids < jnp.int32(num_experts))
+
+
 def expected_experts(experts: int, per_token: float, tokens: int) -> float:
     """How many experts `tokens` tokens touch on average, if each chooses `per_token` of them (or all) evenly.
 

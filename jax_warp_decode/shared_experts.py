@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.experts import BIASES, MATRICES, ExpertWeights, Weight
 from jax_warp_decode.formats import QuantizedArray
-from jax_warp_decode.routing import Routing, float32_weights, int32_ids
+from jax_warp_decode.routing import Routing, float32_weights, int32_ids, is_routed
 
 # Which axis of a tensor runs over the neurons; b_down has none.
 NEURON_AXES = {"w_gate": -2, "w_up": -2, "w_down": -1, "b_gate": -1, "b_up": -1}
@@ -113,7 +113,7 @@ def with_shared(routing: Routing | None, first: int, end: int, gate: jax.Array |
     if gate.shape != (*leading, 1):
         raise ArgumentError(f"gate: got shape {gate.shape}, expected {(*leading, 1)}, one for each token")
     # An id of `first` or more named no expert before; now it would name a shared one.
-    ids = jnp.where((ids >= 0) & (ids < jnp.int32(first)), ids, jnp.int32(-1))
+    ids = jnp.where(is_routed(ids, first), ids, jnp.int32(-1))
     shared = jnp.broadcast_to(jnp.arange(first, end, dtype=jnp.int32), (*leading, end - first))
     return Routing(jnp.concatenate([ids, shared], axis=-1), jnp.concatenate(
         [weights, jnp.broadcast_to(gate.astype(jnp.float32), shared.shape)], axis=-1))

@@ -24,7 +24,7 @@ from jax_warp_decode.gradients import of_quantised, reverse_only, widen
 from jax_warp_decode.paths import grouped_bias, grouped_gemm, grouped_layer
 from jax_warp_decode.paths.grouped_plan import IN_BOUNDS
 from jax_warp_decode.paths.quantise import quantise
-from jax_warp_decode.routing import Routing
+from jax_warp_decode.routing import Routing, is_routed
 
 REVERSE_ONLY = ("strategy: 'expert_centric' has gradients in reverse mode only (grad, vjp, of any order); use "
                 "strategy='reference' for jvp, jacfwd, linearize and hessian")
@@ -175,7 +175,7 @@ def operand_dtype(x_dtype, weight_format: str):
 def align(ids: jax.Array, num_experts: int) -> Alignment:
     """Sorts the slots of ids [T, K] by expert (stable). Nothing is padded: the grouped GEMM takes any group size."""
     E = jnp.int32(num_experts)
-    expert = jnp.where(_routed(ids, num_experts), ids, E).reshape(-1)
+    expert = jnp.where(is_routed(ids, num_experts), ids, E).reshape(-1)
     slot = jnp.arange(expert.size, dtype=jnp.int32)
     expert, order = lax.sort((expert, slot), num_keys=1, is_stable=True)
     position = jnp.zeros_like(order).at[order].set(slot, unique_indices=True, **IN_BOUNDS).reshape(ids.shape)
@@ -224,7 +224,7 @@ def down(h: jax.Array, experts: ExpertWeights, alignment: Alignment, dtype, prod
 def combine(out: jax.Array, alignment: Alignment, routing: Routing, num_experts: int) -> jax.Array:
     """Weighted sum of the K rows of each token, float32 [M, H] -> float32 [T, H], in the order of the slots."""
     with jax.named_scope("combine"):
-        return _combine(out, routing.weights, alignment, _routed(routing.ids, num_experts))
+        return _combine(out, routing.weights, alignment, is_routed(routing.ids, num_experts))
 
 
 @jax.custom_vjp
@@ -263,10 +263,6 @@ def _routed_slot(rows, alignment, routed, k):
 
 def _routed_weights(weights, routed):
     return jnp.where(routed, weights, jnp.float32(0))
-
-
-def _routed(ids: jax.Array, num_experts: int) -> jax.Array:
-    return (ids >= 0) & (ids < jnp.int32(num_experts))
 
 
 def _reverse_only(x, routing, experts):

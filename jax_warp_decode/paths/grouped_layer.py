@@ -22,7 +22,7 @@ from jax_warp_decode.kernels import grouped_matmul, grouped_tcgen05
 from jax_warp_decode.kernels.grouped_config import BLOCK, GroupedConfig, Tcgen05Config
 from jax_warp_decode.paths import grouped_plan
 from jax_warp_decode.paths.quantise import quantise
-from jax_warp_decode.routing import Routing
+from jax_warp_decode.routing import Routing, is_routed
 
 ITEMSIZE = {"bf16": 2, "mxfp8": 1}  # of a weight, by format
 IN_BOUNDS = grouped_plan.IN_BOUNDS
@@ -132,7 +132,7 @@ def layer(x: jax.Array, routing: Routing, experts: ExpertWeights, *, activation:
 
 def combine(out: jax.Array, position: jax.Array, routing: Routing, experts: int) -> jax.Array:
     """The weighted sum of the K rows of every token: out [R, H] -> float32 [T, H]."""
-    routed = (routing.ids >= 0) & (routing.ids < jnp.int32(experts))
+    routed = is_routed(routing.ids, experts)
     y = jnp.zeros((routing.ids.shape[0], out.shape[1]), jnp.float32)
     for k in range(routing.ids.shape[1]):
         row = out.at[position[:, k]].get(**IN_BOUNDS).astype(jnp.float32)
