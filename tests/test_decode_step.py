@@ -180,6 +180,13 @@ def test_attention_adds_the_parts_of_every_split(query_heads, key_heads, lengths
         assert np.isnan(np.asarray(k[row, :, length + 1:])).all()
 
 
+@pytest.mark.parametrize("query_heads, size, words", [(17, 32, "17 queries per key head"), (4, 48, "head_dim 48")])
+def test_attention_refuses_heads_that_its_kernel_cannot_take(query_heads, size, words):
+    operands, _ = attention_operands(0, [3], query_heads, 1, size, 16, jnp.float32)
+    with pytest.raises(UnsupportedError, match=f"^heads: got {words}, expected"):
+        attend(*operands, eps=1e-6, block=16, interpret=True)
+
+
 @pytest.mark.parametrize("tokens, size, config", [
     (1, 512, None), (3, 512, None),
     (2, 768, DenseConfig(rows=2, unroll=2)),  # three steps: one is left over

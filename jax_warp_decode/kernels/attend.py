@@ -18,6 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jax_warp_decode.errors import UnsupportedError
+
 PROGRAMS = 256  # in all, about two per multiprocessor
 MAX_SPLITS = 64
 QUERIES = 16  # least rows of a tensor-core product; those that are no query are masked
@@ -149,6 +151,8 @@ def attend(
     B, total, D = heads.shape
     KVH, S = k_cache.shape[1:3]
     N = total - 2 * KVH
+    if reason := refusal(N, KVH, D):
+        raise UnsupportedError(f"heads: {reason}; use jax.nn.dot_product_attention")
     splits = splits_of(B, KVH, S, block)
     cos, sin = rotation
     shapes = ((B, N, splits, D), (B, N, splits), (B, N, splits))
