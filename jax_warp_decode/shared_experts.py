@@ -17,7 +17,15 @@ import jax
 import jax.numpy as jnp
 
 from jax_warp_decode.errors import ArgumentError
-from jax_warp_decode.experts import BIASES, MATRICES, ExpertWeights, Weight
+from jax_warp_decode.experts import (
+    BIASES,
+    MATRICES,
+    ExpertWeights,
+    Weight,
+    check_experts,
+    describe,
+    is_float_array,
+)
 from jax_warp_decode.formats import QuantizedArray
 from jax_warp_decode.routing import Routing, float32_weights, int32_ids, is_routed
 
@@ -52,8 +60,8 @@ def append_shared(experts: ExpertWeights, shared: ExpertWeights) -> ExpertWeight
       >>> append_shared(routed, shared).num_experts
       11
     """
-    experts.check()
-    shared.check()
+    check_experts(experts)
+    check_experts(shared, "shared")
     for name in ("hidden", "format", "layers"):
         got, want = getattr(shared, name), getattr(experts, name)
         if got != want:
@@ -92,7 +100,7 @@ def with_shared(routing: Routing | None, first: int, end: int, gate: jax.Array |
       `Routing` [..., K + end - first].
 
     Raises:
-      ArgumentError: no appended experts, or a gate of another shape.
+      ArgumentError: no appended experts, a gate of another type or shape, or neither a routing nor `tokens`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -105,13 +113,15 @@ def with_shared(routing: Routing | None, first: int, end: int, gate: jax.Array |
     if not 0 <= first < end:
         raise ArgumentError(f"first, end: got {first} and {end}, expected 0 <= first < end")
     if routing is None:
+        if tokens is None:
+            raise ArgumentError("tokens: got None without a routing, expected T")
         routing = Routing(jnp.zeros((tokens, 0), jnp.int32), jnp.zeros((tokens, 0), jnp.float32))
     ids, weights = int32_ids(routing.ids), float32_weights(routing.weights)
     leading = ids.shape[:-1]
     if gate is None:
         gate = jnp.ones((*leading, 1), jnp.float32)
-    if gate.shape != (*leading, 1):
-        raise ArgumentError(f"gate: got shape {gate.shape}, expected {(*leading, 1)}, one for each token")
+    if not is_float_array(gate) or gate.shape != (*leading, 1):
+        raise ArgumentError(f"gate: got {describe(gate)}, expected floats {(*leading, 1)}, one for each token")
     # An id of `first` or more named no expert before; now it would name a shared one.
     ids = jnp.where(is_routed(ids, first), ids, jnp.int32(-1))
     shared = jnp.broadcast_to(jnp.arange(first, end, dtype=jnp.int32), (*leading, end - first))

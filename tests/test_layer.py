@@ -307,6 +307,26 @@ def test_shared_experts_that_do_not_fit(change, message):
         append_shared(experts, shared)
 
 
+def test_shared_experts_of_another_type_are_named():
+    experts = oracle.make_case(0, tokens=1, experts=2, hidden=64, intermediate=64, k=1).args()[2]
+    with pytest.raises(ArgumentError, match="^experts: got list, expected ExpertWeights"):
+        append_shared([experts.w_up], experts)
+    with pytest.raises(ArgumentError, match="^shared: got .*, expected ExpertWeights"):
+        append_shared(experts, experts.w_up)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (dict(gate=[[0.5]]), r"^gate: got list, expected floats \(1, 1\), one for each token"),
+    (dict(gate=jnp.ones((1, 1), jnp.int32)), r"^gate: got int32 \(1, 1\), expected floats"),
+    (dict(gate=jnp.ones((2, 1))), r"^gate: got float32 \(2, 1\), expected floats \(1, 1\)"),
+    (dict(routing=None), "^tokens: got None without a routing, expected T"),
+])
+def test_a_bad_routing_of_shared_experts_is_named(arguments, message):
+    routing = Routing(jnp.array([[0]]), jnp.array([[1.0]]))
+    with pytest.raises(ArgumentError, match=message):
+        with_shared(**dict(routing=routing, first=4, end=5) | arguments)
+
+
 def test_a_shared_expert_whose_blocks_would_be_cut():
     size = dict(tokens=1, hidden=128, k=1, weights="fp8_block128")
     experts, shared = (oracle.make_case(0, experts=1, intermediate=i, **size).args()[2] for i in (64, 128))
