@@ -125,7 +125,13 @@ STRATEGIES = tuple(TABLE)
 
 
 def available_strategies() -> dict[str, str]:
-    """Every strategy with an empty string if it can run on the default device, else the reason why not."""
+    """Every strategy with an empty string if it can run on the default device, else the reason why not.
+
+    Example:
+      >>> from jax_warp_decode import available_strategies
+      >>> available_strategies()["reference"]
+      ''
+    """
     return {name: s.decode and no_gpu_reason() or s.device_refusal() for name, s in TABLE.items()}
 
 

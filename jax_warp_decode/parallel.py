@@ -170,11 +170,11 @@ def moe_sharded(x: jax.Array, routing: Routing, experts: ExpertWeights, sharding
         bfloat16 halves the bytes on the wire and rounds every share.
       exchange: how tokens meet their experts where one axis splits both: "gather", "all_to_all" (GPUs), or "auto", the
         one that takes less time by its bytes, see `jax_warp_decode.exchange`.
-      **options: activation, strategy, activation_format, weight_on, interpret, as in `moe`. The strategy "auto" decides
-        from the pairs that a device's experts can expect.
+      **options: activation, strategy, activation_format, weight_on, out_dtype, interpret, as in `moe`. The strategy
+        "auto" decides from the pairs that a device's experts can expect.
 
     Returns:
-      y, shape, dtype and split of x.
+      y, shape and split of x, in out_dtype or the dtype of x.
 
     Works under `jit` and is differentiable where the strategy is. Inside a `shard_map` of your own, call `moe_local`.
     Any other term that is not routed is added outside, once.
@@ -252,11 +252,27 @@ def moe_local(x: jax.Array, routing: Routing, experts: ExpertWeights, *, shared:
       layer, reduce_dtype, exchange, **options: as in `moe_sharded`.
 
     Returns:
-      y for this device's tokens, complete: equal on all devices along expert_axis and tensor_axis, unless these split
-      the tokens.
+      y for this device's tokens, in out_dtype or the dtype of x, complete: equal on all devices along expert_axis and
+      tensor_axis, unless these split the tokens.
 
     Raises:
       ArgumentError: as `moe`, and for an axis that the surrounding `shard_map` does not have.
+      UnsupportedError: as `moe_sharded`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from jax_warp_decode import ExpertWeights, Routing
+      >>> from jax_warp_decode.parallel import moe_local
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> def block(x, routing, experts):
+      ...     return 2 * moe_local(x, routing, experts, expert_axis="expert", out_dtype=jnp.float32)
+      >>> w = jnp.ones((8, 32, 32), jnp.bfloat16) / 32
+      >>> routing = Routing(jnp.array([[0, 7]]), jnp.array([[0.5, 0.5]]))
+      >>> y = jax.shard_map(block, mesh=mesh, in_specs=(P(), P(), P("expert")), out_specs=P())(
+      ...     jnp.ones((1, 32), jnp.bfloat16), routing, ExpertWeights(w, w, w))
+      >>> round(float(y[0, 0]), 2), str(y.dtype)
+      (1.46, 'float32')
     """
     axes = {"expert_axis": _axes(expert_axis), "tensor_axis": _axes(tensor_axis), "token_axis": _axes(token_axis)}
     _check_disjoint(expert_axis, tensor_axis)

@@ -45,7 +45,7 @@ def moe_partitioned(x: jax.Array, routing: Routing, experts: ExpertWeights, *, l
       **options: activation, strategy and so on, as in `moe`; JAX can interpret kernels here on one device alone.
 
     Returns:
-      y, shape and dtype of x, split along the tokens as x.
+      y, shape of x, in out_dtype or the dtype of x, split along the tokens as x.
 
     Raises:
       ArgumentError: as `moe`, at trace time; a mesh with `AxisType.Explicit` axes; concrete weights that are split in

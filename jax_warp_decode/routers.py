@@ -69,6 +69,7 @@ GROUP_SCORES = {"top2": 2, "max": 1}
 
 
 def static_integer(name: str, value, expected: str) -> int:
+    """An argument as a Python integer; `ArgumentError` for anything traced, a bool or no integer."""
     try:
         if isinstance(value, bool):
             raise TypeError

@@ -122,6 +122,7 @@ class Table:
     """A file of measurements for one kind of GPU.
 
     Attributes:
+      path, device_kind: the file, and the kind of GPU that it speaks for.
       shapes: entries by (kernel, format, H, I, K), then by T.
       layers: times by (strategy, format, H, I, E, K), then by T.
     """

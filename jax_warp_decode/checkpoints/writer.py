@@ -41,6 +41,16 @@ def save_qwen3_moe(
         those of `model.config`, a folder that holds a checkpoint already, or a path on which a file lies. Nothing has
         been written then.
       OSError: a file cannot be written.
+
+    Example:
+      >>> import os, tempfile
+      >>> from jax_warp_decode.checkpoints import load_qwen3_moe, save_qwen3_moe
+      >>> from jax_warp_decode.demo import bundled_model
+      >>> model = load_qwen3_moe(bundled_model("bf16"))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     save_qwen3_moe(model, folder, format="mxfp8")
+      ...     sorted(os.listdir(folder))
+      ['config.json', 'model.safetensors']
     """
     folder = reader.as_path(folder)
     if not isinstance(model.config, Qwen3MoeConfig):

@@ -47,5 +47,20 @@ def quantize(x: jax.Array | np.ndarray, format: str) -> QuantizedArray:
 
 
 def dequantize(w: jax.Array | QuantizedArray, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """A weight as a plain array of `dtype`: decodes a `QuantizedArray`, casts anything else."""
+    """A weight as a plain array: decodes a `QuantizedArray`, casts anything else.
+
+    Args:
+      w: [..., N] in any format.
+      dtype: of the result, floating; the value that a `QuantizedArray` stands for is rounded to it once.
+
+    Raises:
+      ArgumentError: parts of a `QuantizedArray` that do not fit together, or a dtype for one that is not floating.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_warp_decode import dequantize, quantize
+      >>> w = dequantize(quantize(jnp.full((1, 32), 3.3), "mxfp8"), jnp.bfloat16)
+      >>> w.shape, str(w.dtype), float(w[0, 0])
+      ((1, 32), 'bfloat16', 3.25)
+    """
     return w.dequantize(dtype) if isinstance(w, QuantizedArray) else jnp.asarray(w).astype(dtype)

@@ -93,7 +93,14 @@ def pack_nibbles(codes: jax.Array) -> jax.Array:
 
 @jax.jit
 def unpack_nibbles(packed: jax.Array) -> jax.Array:
-    """The reverse of `pack_nibbles`: bytes [..., N // 2] to codes [..., N], uint8."""
+    """The reverse of `pack_nibbles`: bytes [..., N // 2] to codes [..., N], uint8.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_warp_decode.formats import unpack_nibbles
+      >>> unpack_nibbles(jnp.array([0x21, 0x43], jnp.uint8)).tolist()
+      [1, 2, 3, 4]
+    """
     pairs = jnp.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)
     return pairs.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
 

@@ -39,8 +39,8 @@ class MoE(nnx.Module):
     prefill, decode and training from the same parameters.
 
     The kernels of the decode strategies read 2-byte and narrower weights: `set_experts(layer.experts.astype(bfloat16))`
-    or `.quantize("mxfp8")` makes a layer that trained in float32 ready for them. An expert that has more than one
-    shared expert's neurons counts as several, see `shared_experts`.
+    or `.quantize("mxfp8")` makes a layer that trained in float32 ready for them. A shared expert of n * I neurons
+    counts as n shared experts, see `shared_experts`.
 
     Args:
       hidden_size: H.
@@ -212,6 +212,9 @@ class MoE(nnx.Module):
           **options: as of `MoE`; the sizes, `use_bias` and `rngs` follow from the weights.
 
         Parameters of the router and gates beside these start as 0, scales as 1; assign them with `set_value`.
+
+        Raises:
+          ArgumentError: weights that do not fit each other, the options or K.
 
         Example:
           >>> import jax.numpy as jnp
