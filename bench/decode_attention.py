@@ -78,7 +78,7 @@ def main(argv=None) -> int:
     for batch, context in itertools.product(options.batch, options.context):
         layers = {first: make_layers(batch, context, first) for first in (False, True)}
         check = {first: compare([reference(*layers[first][0][:3], first)], TOLERANCE) for first in (False, True)}
-        rows = measure([Variant(dict(attention=name, batch=batch, context=context), attention.run,
+        rows = measure([Variant(dict(attention=name, batch=batch, context=context), attention.attend,
                                 layers[attention.heads_first], check[attention.heads_first])
                         for name, attention in variants().items()], options.steps)
         nbytes = 2 * batch * context * KEY_HEADS * DIM * 2

@@ -30,9 +30,6 @@ class Attention:
     heads_first: bool
     attend: Callable
 
-    def run(self, q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
-        return self.attend(q, k, v, lengths)
-
     def write(self, cache: jax.Array, positions: jax.Array, new: jax.Array) -> jax.Array:
         """The cache of one layer with new [B, KVH, D] stored at positions [B]; in place where it is donated.
 

@@ -231,7 +231,7 @@ def _decode_layer(attention, window, model, layer, x, turn, lengths, k_cache, v_
         k_new = attention.write(k_cache, lengths, k)
         v_new = attention.write(v_cache, lengths, v)
         if window is None and layer.sinks is None:
-            y = attention.run(q, k_new, v_new, lengths + 1)
+            y = attention.attend(q, k_new, v_new, lengths + 1)
         else:  # `resolve` lets no other attention through than "xla", which reads the cache in this order
             seen = seen_positions(lengths[:, None], k_new.shape[1], window)
             y = attend_masked(q[:, None], k_new, v_new, seen, layer.sinks)[:, 0]
