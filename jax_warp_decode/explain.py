@@ -138,7 +138,7 @@ def explain(experts: ExpertWeights, *, tokens: int, experts_per_token: int, x_dt
         if not export.is_symbolic_dim(tokens) and static_integer("tokens", tokens, "of at least 0") % parts:
             raise ArgumentError(f"tokens: got {tokens}, expected a multiple of {parts}, the devices along token_axis = "
                                 f"{sharding.token_axis!r}; pad x, with -1 as the ids of the padding")
-        tokens //= sharding.size(_batch_axes(sharding))
+        tokens //= sharding.size(sharding.batch_axes)
     choice = choose(tokens, experts, experts_per_token=experts_per_token, x_dtype=x_dtype, strategy=strategy,
                     interpret=interpret, shares=shares)
     _check_slots(whole, experts_per_token)
@@ -148,10 +148,3 @@ def explain(experts: ExpertWeights, *, tokens: int, experts_per_token: int, x_dt
     known = not export.is_symbolic_dim(tokens)
     temporary = _temporary_bytes(choice.strategy, experts, tokens, experts_per_token, x_dtype) if known else None
     return Explanation(choice, configs, temporary)
-
-
-def _batch_axes(sharding) -> tuple[str, ...]:
-    """The axes that split tokens and no weight: along the others, every device works on all tokens."""
-    names = [() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-             for axes in (sharding.token_axis, sharding.expert_axis, sharding.tensor_axis)]
-    return tuple(axis for axis in names[0] if axis not in names[1] + names[2])

@@ -88,6 +88,12 @@ class ExpertSharding:
         return math.prod(self.mesh.shape[axis] for axis in _axes(axes))
 
     @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes that split tokens and no weight: along the others, every device works on all tokens."""
+        weights = _axes(self.expert_axis) + _axes(self.tensor_axis)
+        return tuple(axis for axis in _axes(self.token_axis) if axis not in weights)
+
+    @property
     def of_shared(self) -> "ExpertSharding":
         """How experts lie that every token uses: split over I alone."""
         return dataclasses.replace(self, expert_axis=None)

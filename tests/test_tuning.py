@@ -302,6 +302,16 @@ def test_explain_of_a_share_may_have_more_slots_than_experts():
     assert list(told.configs) == list(KERNELS)
 
 
+@pytest.mark.parametrize(("token_axis", "tokens"), [
+    (None, 16), ("data", 8), ("expert", 16), (("data", "expert"), 8)])
+def test_explain_counts_the_tokens_that_a_device_works_on(token_axis, tokens):
+    """Of those that are split along with the weights, it works on all."""
+    mesh = jax.sharding.AbstractMesh((2, 4), ("data", "expert"))
+    told = explain(small_experts(), tokens=16, experts_per_token=2, x_dtype=jnp.bfloat16, interpret=True,
+                   sharding=ExpertSharding(mesh, expert_axis="expert", token_axis=token_axis))
+    assert told.choice.reason.startswith(f"{tokens} tokens x")
+
+
 @pytest.mark.parametrize(("tokens", "sharding", "message"), [
     (1, lambda mesh: mesh, "^sharding: got AbstractMesh, expected ExpertSharding"),
     ("4", lambda mesh: ExpertSharding(mesh, token_axis="data"), "^tokens: got '4', expected a static integer"),
