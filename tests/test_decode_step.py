@@ -235,12 +235,17 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p():
 @pytest.mark.parametrize(("change", "words"), [
     (dict(prompts=[]), ["prompts", "none"]),
     (dict(prompts=[[1], []]), ["prompts[1]", "at least one"]),
+    (dict(prompts=None), ["prompts", "NoneType", "sequence"]),
+    (dict(prompts=[[1, [2]]]), ["prompts", "list", "sequence"]),
     (dict(prompts=[[256]]), ["prompts[0]", "id 256", "< 256"]),
     (dict(max_new_tokens=0), ["max_new_tokens", "0", "at least 1"]),
     (dict(max_new_tokens=63), ["max_new_tokens", "at most 62", "is 64"]),
     (dict(max_len=4), ["max_len", "4", "11"]),
     (dict(top_p=0.5), ["top_p", "temperature 0"]),
     (dict(top_p=1.5, temperature=1.0, rng=jax.random.key(0)), ["top_p", "1.5"]),
+    (dict(top_p="0.5", temperature=1.0, rng=jax.random.key(0)), ["top_p", "'0.5'", "a number"]),
+    # Which float32 does not have: as 0 it would keep no token, and the first would be drawn every time.
+    (dict(top_p=1e-50, temperature=1.0, rng=jax.random.key(0)), ["top_p", "1e-50", "1.18e-38"]),
     (dict(temperature=1.0), ["rng", "None"]),
     (dict(chunk=0), ["chunk", "0"]),
     (dict(chunk=2.5), ["chunk", "2.5", "a static integer"]),

@@ -120,7 +120,7 @@ def test_sampling_repeats_with_the_same_key_and_draws_anew_each_step(model, prom
 def test_the_smallest_temperature_is_the_greedy_limit(model, prompts):
     large = nnx.clone(model)
     large.norm.scale.set_value(large.norm.scale.get_value() * 100)  # logits well apart and above 1
-    options = dict(temperature=sampling.MIN_TEMPERATURE, rng=jax.random.key(0))
+    options = dict(temperature=sampling.SMALLEST, rng=jax.random.key(0))
     cold, greedy = (list(generate(large, prompts, 4, max_len=MAX_LEN, **o)) for o in (options, {}))
     np.testing.assert_array_equal(np.stack(cold), np.stack(greedy))
 

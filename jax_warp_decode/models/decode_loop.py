@@ -12,7 +12,7 @@ import numpy as np
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.models.cache import RaggedCache
 from jax_warp_decode.models.decode_step import DecodeModel, DecoderWeights, decode_step, prefill
-from jax_warp_decode.models.sampling import check_sampling, sample
+from jax_warp_decode.models.sampling import SMALLEST, as_number, check_sampling, sample
 from jax_warp_decode.routers import static_integer
 
 PROMPT_MULTIPLE = 64  # prompts are padded to this, so that few prefills are compiled
@@ -192,16 +192,21 @@ def generate_ragged(
         raise ArgumentError(f"max_len: got {max_len}, expected at least {needed}, prompt and new tokens in whole "
                             f"chunks of {chunk}")
     temperature = check_sampling(temperature, rng)
-    if top_p is not None and not (0.0 < top_p <= 1.0 and temperature > 0.0):
-        raise ArgumentError(f"top_p: got {top_p} with temperature {temperature}, expected 0 < top_p <= 1 and a "
-                            "temperature above 0")
+    top_p = None if top_p is None else as_number("top_p", top_p)
+    if top_p is not None and not (SMALLEST <= top_p <= 1.0 and temperature > 0.0):
+        raise ArgumentError(f"top_p: got {top_p} with temperature {temperature}, expected {SMALLEST:.3g} <= "
+                            "top_p <= 1 and a temperature above 0")
     return RaggedGeneration(
         model, weights, prompts, max_new_tokens, chunk, max_len, rng, temperature or None,
         None if top_p == 1 else top_p)  # which keeps every token, however their probabilities add up in float32
 
 
 def _check_prompts(prompts, vocab_size: int) -> list[np.ndarray]:
-    checked = [np.asarray(prompt) for prompt in prompts]
+    try:
+        checked = [np.asarray(prompt) for prompt in prompts]
+    except (TypeError, ValueError):  # no sequence, or one of nested prompts
+        raise ArgumentError(f"prompts: got {type(prompts).__name__}, expected a sequence of sequences of integers"
+                            ) from None
     if not checked:
         raise ArgumentError("prompts: got none, expected at least one")
     for number, prompt in enumerate(checked):

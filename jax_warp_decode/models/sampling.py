@@ -8,8 +8,8 @@ import numpy as np
 
 from jax_warp_decode.errors import ArgumentError
 
-# Normal float32 numbers: devices may flush smaller ones to 0.
-MIN_TEMPERATURE, MAX_TEMPERATURE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+# Normal float32 numbers: devices may flush smaller ones to 0, of a temperature and of top_p.
+SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 def sample(
@@ -60,7 +60,11 @@ def check_sampling(temperature, rng) -> float:
       ArgumentError: it is none, or none that float32 holds; a key without a temperature above 0, or the other way
         round; or what is no single key.
     """
-    value = _check_temperature(temperature)
+    value = as_number("temperature", temperature)
+    if not (value == 0.0 or SMALLEST <= value <= LARGEST):
+        raise ArgumentError(
+            f"temperature: got {value}, expected a finite number >= 0, and above 0 from {SMALLEST:.3g} to "
+            f"{LARGEST:.3g}; 0 takes the most likely token")
     if rng is not None:
         _check_key(rng)
     if (rng is not None) != (value > 0.0):
@@ -70,18 +74,14 @@ def check_sampling(temperature, rng) -> float:
     return value
 
 
-def _check_temperature(temperature) -> float:
+def as_number(name: str, value) -> float:
+    """A Python or numpy number as a float; anything else is an `ArgumentError`."""
     try:
-        if isinstance(temperature, str):
+        if isinstance(value, str):
             raise TypeError
-        value = float(temperature)
+        return float(value)
     except (TypeError, ValueError):
-        raise ArgumentError(f"temperature: got {temperature!r}, expected a number") from None
-    if not (value == 0.0 or MIN_TEMPERATURE <= value <= MAX_TEMPERATURE):
-        raise ArgumentError(
-            f"temperature: got {value}, expected a finite number >= 0, and above 0 from {MIN_TEMPERATURE:.3g} to "
-            f"{MAX_TEMPERATURE:.3g}; 0 takes the most likely token")
-    return value
+        raise ArgumentError(f"{name}: got {value!r}, expected a number") from None
 
 
 def _check_key(rng) -> None:
