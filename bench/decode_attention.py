@@ -29,11 +29,10 @@ TOLERANCE = 2e-2  # bf16 probabilities; relative L2
 def variants() -> dict[str, Attention]:
     """The entries of the table, and splits of the Pallas kernel besides its own choice."""
     found = dict(ATTENTION)
-    if "split_k" in found:
-        for splits, block in ((8, 64), (16, 64), (16, 128), (32, 64), (32, 128), (64, 64), (64, 128), (128, 128)):
-            attend = functools.partial(decode_attention._split_k, splits=splits, block=block)
-            name = f"split_k-{splits}x{block}"
-            found[name] = Attention(name, True, attend)
+    for splits, block in ((8, 64), (16, 64), (16, 128), (32, 64), (32, 128), (64, 64), (64, 128), (128, 128)):
+        attend = functools.partial(decode_attention._split_k, splits=splits, block=block)
+        name = f"split_k-{splits}x{block}"
+        found[name] = Attention(name, True, attend)
     return found
 
 

@@ -24,6 +24,14 @@ class Activation:
     Attributes:
       name: how it is shown; a key of `ACTIVATIONS` for those in the table.
       gated: whether there is a gate projection; without one, `apply` is called with gate None.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_warp_decode import ACTIVATIONS
+      >>> ACTIVATIONS["silu"].gated, ACTIVATIONS["relu2"].gated
+      (True, False)
+      >>> ACTIVATIONS["relu2"].apply(None, jnp.array([-3.0, 3.0])).tolist()
+      [0.0, 9.0]
     """
 
     name: str
@@ -46,6 +54,13 @@ class SwiGLU(Activation):
       up_offset: added to up, after clamping.
 
     Sources: Shazeer 2020, arXiv:2002.05202; gpt-oss model card and reference code for the clamped form.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_warp_decode import SwiGLU
+      >>> gpt_oss = SwiGLU("mine", alpha=1.702, limit=7.0, up_offset=1.0)    # what `moe(activation=..)` also takes
+      >>> float(gpt_oss.apply(jnp.float32(9), jnp.float32(-9))) == float(gpt_oss.apply(jnp.float32(7), jnp.float32(-7)))
+      True
     """
 
     alpha: float = 1.0

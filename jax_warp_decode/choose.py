@@ -40,6 +40,14 @@ class Choice:
       strategy, reason: in words.
       warning: what is warned of on a GPU: that what "auto" takes is slow, or a copy of all experts.
       copied_bytes: of that copy, which every call makes; 0 if it makes none.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_warp_decode import ExpertWeights, choose
+      >>> w = jnp.ones((4, 64, 128), jnp.bfloat16)
+      >>> choice = choose(2, ExpertWeights(w, w, w.swapaxes(1, 2)), experts_per_token=2, x_dtype=w.dtype)
+      >>> choice.strategy, choice.copied_bytes                               # on a CPU
+      ('expert_centric', 0)
     """
 
     strategy: str

@@ -185,26 +185,29 @@ class ExpertWeights:
                                 f"take {size:,} bytes, which `map(dequantize, *MATRICES)` makes if you want them")
         return self.map(lambda w: w.astype(dtype), *MATRICES)
 
-    def check(self) -> None:
-        """Raises `ArgumentError` unless all tensors have matching shapes and the matrices one supported format."""
+    def check(self, what: str = "experts") -> None:
+        """Raises `ArgumentError` unless all tensors have matching shapes and the matrices one supported format.
+
+        what: the argument that messages name.
+        """
         named = self.weights
         for name in ("w_up", "w_down"):
             if name not in named:
-                raise ArgumentError(f"experts.{name}: got None, expected an array; only w_gate may be None")
+                raise ArgumentError(f"{what}.{name}: got None, expected an array; only w_gate may be None")
         for name, w in named.items():
             if isinstance(w, QuantizedArray):
-                w.check_parts(f"experts.{name}")
+                w.check_parts(f"{what}.{name}")
             elif not hasattr(w, "dtype"):
-                raise ArgumentError(f"experts.{name}: got {type(w).__name__}, expected a jax array or a QuantizedArray")
+                raise ArgumentError(f"{what}.{name}: got {type(w).__name__}, expected a jax array or a QuantizedArray")
             if w.ndim not in (3, 4):
                 axes = "E, H, I" if name == "w_down" else "E, I, H"
                 raise ArgumentError(
-                    f"experts.{name}: got shape {w.shape}, expected [{axes}], or [L, {axes}] for stacked layers")
+                    f"{what}.{name}: got shape {w.shape}, expected [{axes}], or [L, {axes}] for stacked layers")
             if isinstance(w, QuantizedArray):
-                w.check(f"experts.{name}")
+                w.check(f"{what}.{name}")
             elif jnp.dtype(w.dtype) not in DENSE_FORMATS:
                 raise ArgumentError(
-                    f"experts.{name}: got dtype {w.dtype}, expected bfloat16, float16, float32 or a QuantizedArray; "
+                    f"{what}.{name}: got dtype {w.dtype}, expected bfloat16, float16, float32 or a QuantizedArray; "
                     f"quantise with ExpertWeights.quantize or wrap values and scales in a QuantizedArray")
         first = next(name for name in ("w_gate", "w_up") if name in named)
         *stacked, E, I, H = named[first].shape
@@ -213,24 +216,24 @@ class ExpertWeights:
             if named[name].shape != want:
                 layout = f"[{L}E, H, I]" if name == "w_down" else f"[{L}E, I, H]"
                 raise ArgumentError(
-                    f"experts.{name}: got shape {named[name].shape}, expected {want} = {layout} to match "
+                    f"{what}.{name}: got shape {named[name].shape}, expected {want} = {layout} to match "
                     f"{first} {named[first].shape} = [{L}E, I, H]")
         if len({weight_format(w) for w in named.values()}) > 1:
             got = {name: weight_format(w) for name, w in named.items()}
-            raise ArgumentError(f"experts: got mixed formats {got}, expected one format for all matrices")
-        self._check_biases((*stacked, E), L)
+            raise ArgumentError(f"{what}: got mixed formats {got}, expected one format for all matrices")
+        self._check_biases(what, (*stacked, E), L)
 
-    def _check_biases(self, leading: tuple[int, ...], L: str) -> None:
+    def _check_biases(self, what: str, leading: tuple[int, ...], L: str) -> None:
         for name, b in self.biases.items():
             matrix = MATRIX_OF[name]
             if getattr(self, matrix) is None:
-                raise ArgumentError(f"experts.{name}: got an array without {matrix}, expected None")
+                raise ArgumentError(f"{what}.{name}: got an array without {matrix}, expected None")
             if not is_float_array(b) or jnp.dtype(b.dtype) not in DENSE_FORMATS:
-                raise ArgumentError(f"experts.{name}: got {describe(b)}, expected a bfloat16, float16 or float32 "
+                raise ArgumentError(f"{what}.{name}: got {describe(b)}, expected a bfloat16, float16 or float32 "
                                     "array; biases are never quantised")
             want = (*leading, getattr(self, matrix).shape[-2])
             if b.shape != want:
-                raise ArgumentError(f"experts.{name}: got shape {b.shape}, expected {want} = "
+                raise ArgumentError(f"{what}.{name}: got shape {b.shape}, expected {want} = "
                                     f"[{L}E, {'H' if matrix == 'w_down' else 'I'}] to match {matrix}")
 
 
@@ -238,7 +241,7 @@ def check_experts(experts, name: str = "experts") -> None:
     """Raises `ArgumentError` unless these are sound `ExpertWeights`."""
     if not isinstance(experts, ExpertWeights):
         raise ArgumentError(f"{name}: got {type(experts).__name__}, expected ExpertWeights(w_gate, w_up, w_down)")
-    experts.check()
+    experts.check(name)
 
 
 def _cut(a: jax.Array, order: str, axis: int) -> tuple[jax.Array, jax.Array]:

@@ -94,6 +94,11 @@ class Explanation:
       choice: the strategy and the reason for it.
       configs: {kernel: `tuning.Found(config, source)`}, of the strategies in `CONFIGS`.
       temporary_bytes: of device memory, besides arguments and result; None where XLA decides, see `choice.warning`.
+
+    Example:
+      >>> from jax_warp_decode import Choice, Explanation
+      >>> print(Explanation(Choice("reference", "asked for by name"), {}, None))
+      reference (asked for by name)
     """
 
     choice: Choice

@@ -278,7 +278,7 @@ def test_arrays_that_qwix_quantised_mean_the_same(dtype):
 
 @pytest.mark.parametrize("change, message", [
     (dict(zero_point=jnp.zeros((2, 2), E4M3)), r"^qarray.zero_point"),
-    (dict(scale=jnp.ones((2, 1))), r"^qarray.scale: got shape \(2, 1\).*tiled_axes"),
+    (dict(scale=jnp.ones((2, 1))), r"^qarray.scale: got shape \(2, 1\).*tiled_axes=\{1: 32\}, channelwise_axes=\[0\]"),
     (dict(scale=jnp.full((2, 2), 0.3)), r"^qarray.scale: .*not powers of two"),
     (dict(scale=jnp.zeros((2, 2))), r"^qarray.scale: .*not powers of two"),
     (dict(scale=-jnp.ones((2, 2))), r"^qarray.scale: .*not powers of two"),

@@ -47,6 +47,13 @@ class MoEBlock:
       shared_gate: [1, H], or None.
       routing: the `Router`, static.
       activation: an `Activation`, static; of the shared expert too.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_warp_decode.demo import bundled_model
+      >>> block = load_moe_blocks(bundled_model("mxfp8"))[0]
+      >>> block.experts.format, block.routing.k, block(jnp.ones((1, 256), jnp.bfloat16)).shape
+      ('mxfp8', 4, (1, 256))
     """
 
     router: jax.Array

@@ -62,12 +62,22 @@ def to_qwix(q: QuantizedArray) -> "qwix.QArray":
 def from_qwix(qarray: "qwix.QArray") -> QuantizedArray:
     """Converts a symmetric `qwix.QArray` with tiles along the last axis: "mxfp8", "mxfp4" or "nvfp4".
 
-    `qwix.quantize(x, "mxfp8", tiled_axes={-1: 32})` makes such an array. qwix rounds MX scales up where OCP MX rounds
-    down, so its bytes differ from those of `quantize`; both are valid. NVFP4 of qwix has no global scale; ours is 1.
+    `qwix.quantize(w, "mxfp8", tiled_axes={2: 32}, channelwise_axes=[0, 1])` makes such an array of w [E, I, H]: axes
+    that are not named share their scales, and qwix does not count from the end. It rounds MX scales up where OCP MX
+    rounds down, so its bytes differ from those of `quantize`; both are valid. NVFP4 of qwix has no global scale; ours
+    is 1.
 
     Raises:
       ArgumentError: for a zero point, other values, other tiles, or scales that are not powers of two (MX) or E4M3
         numbers (NVFP4). Inside `jit` scales have no values yet: there such a scale makes its block NaN.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import qwix
+      >>> array = qwix.quantize(jnp.ones((4, 64)), "mxfp8", tiled_axes={1: 32}, channelwise_axes=[0])
+      >>> w = from_qwix(array)
+      >>> w.format, w.scales.shape, float(w.dequantize(jnp.float32).min())
+      ('mxfp8', (4, 2), 1.0)
     """
     if qarray.zero_point is not None:
         raise ArgumentError("qarray.zero_point: got an array, expected None: the formats are symmetric")
@@ -76,10 +86,11 @@ def from_qwix(qarray: "qwix.QArray") -> QuantizedArray:
     spec = NVFP4 if four_bits and qarray.qtype == NVFP4.name else MXFP4 if four_bits else MXFP8
     want = (*values.shape[:-1], values.shape[-1] // spec.block)
     if values.shape[-1] % spec.block or scale.shape != want:
+        last = values.ndim - 1
         raise ArgumentError(
             f"qarray.scale: got shape {scale.shape} for values {values.shape}, expected {want}: tiles of {spec.block} "
-            f"along the last axis; quantise with tiled_axes={{-1: {spec.block}}}, swap axes first if the reduction is "
-            f"not last")
+            f"along the last axis; quantise with tiled_axes={{{last}: {spec.block}}}, "
+            f"channelwise_axes={list(range(last))}, swap axes first if the reduction is not last")
     if four_bits:
         values = pack_nibbles(e2m1_to_codes(values.astype(jnp.float32)))
     if spec is NVFP4:

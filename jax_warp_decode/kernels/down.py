@@ -37,6 +37,10 @@ class DownConfig:
       lanes: lanes per weight row; fewer lanes let a warp own several output dimensions side by side.
       rows: output dimensions (times 32 / lanes) that a warp owns; they share the loads of h.
       unroll: steps, counted through all slots, whose loads are issued before any arithmetic.
+
+    Example:
+      >>> DownConfig.heuristic(T=1, K=8, H=2048, I=768, format="bf16")
+      DownConfig(lanes=32, rows=2, unroll=4)
     """
 
     lanes: int

@@ -45,6 +45,10 @@ class DownTensorConfig:
       unroll: groups of 256 columns (128 if h is float32) whose loads are issued together.
       warps: 4, 8 or 16.
       parts: that a slot's rows are cut into.
+
+    Example:
+      >>> DownTensorConfig.heuristic(T=1, K=8, H=2048, I=768, format="mxfp8")
+      DownTensorConfig(tiles=1, unroll=1, warps=16, parts=2)
     """
 
     tiles: int

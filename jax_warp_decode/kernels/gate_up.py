@@ -38,6 +38,10 @@ class GateUpConfig:
       lanes: lanes per weight row; fewer lanes let a warp own several neurons side by side.
       rows: neurons (times 32 / lanes) that a warp owns; they share the loads of x.
       unroll: steps along the row whose loads are issued before any arithmetic.
+
+    Example:
+      >>> GateUpConfig.heuristic(T=1, K=8, H=2048, I=768, format="bf16")
+      GateUpConfig(lanes=32, rows=1, unroll=4)
     """
 
     lanes: int

@@ -39,6 +39,10 @@ class GateUpTensorConfig:
     Attributes:
       tiles: neurons of a warp, in eights; they share the loads of x.
       unroll: groups of 256 columns whose loads are issued together.
+
+    Example:
+      >>> GateUpTensorConfig.heuristic(T=8, K=8, H=2048, I=768, format="mxfp4")
+      GateUpTensorConfig(tiles=1, unroll=1)
     """
 
     tiles: int

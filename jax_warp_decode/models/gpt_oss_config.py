@@ -25,6 +25,12 @@ class GptOssConfig(DecoderConfig):
       rope_scaling: YaRN, or None.
 
     The others as in `DecoderConfig`; config.json calls I `intermediate_size` and E `num_local_experts`.
+
+    Example:
+      >>> config = GptOssConfig(vocab_size=256, hidden_size=64, moe_intermediate_size=32, num_hidden_layers=2,
+      ...     num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts=8, num_experts_per_tok=2)
+      >>> [config.window(layer) for layer in range(2)]
+      [128, None]
     """
 
     ARCHITECTURE: ClassVar[str] = "GptOssForCausalLM"

@@ -17,6 +17,12 @@ class MixtralConfig(DecoderConfig):
       sliding_window: how many positions every layer sees; None is all.
 
     The others as in `DecoderConfig`; config.json calls I `intermediate_size` and E `num_local_experts`.
+
+    Example:
+      >>> config = MixtralConfig(vocab_size=256, hidden_size=64, moe_intermediate_size=32, num_hidden_layers=2,
+      ...     num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts=8, num_experts_per_tok=2)
+      >>> config.router.scoring, config.window(0)                              # every layer sees all positions
+      ('topk_softmax', None)
     """
 
     ARCHITECTURE: ClassVar[str] = "MixtralForCausalLM"

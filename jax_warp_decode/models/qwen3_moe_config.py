@@ -18,6 +18,12 @@ class Qwen3MoeConfig(DecoderConfig):
 
     The others, and what is raised, as in `DecoderConfig`. `from_hf` refuses scaled rotary embeddings, sliding-window
     attention and dense layers between the mixture-of-experts layers.
+
+    Example:
+      >>> config = Qwen3MoeConfig(vocab_size=256, hidden_size=64, moe_intermediate_size=32, num_hidden_layers=2,
+      ...     num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts=8, num_experts_per_tok=2)
+      >>> config.router.scoring, config.router.renormalize
+      ('softmax', False)
     """
 
     ARCHITECTURE: ClassVar[str] = "Qwen3MoeForCausalLM"

@@ -21,11 +21,11 @@ from jax_warp_decode.experts import ExpertWeights, weight_format
 from jax_warp_decode.kernels import grouped_matmul, grouped_tcgen05
 from jax_warp_decode.kernels.grouped_config import BLOCK, GroupedConfig, Tcgen05Config
 from jax_warp_decode.paths import grouped_plan
+from jax_warp_decode.paths.grouped_plan import IN_BOUNDS
 from jax_warp_decode.paths.quantise import quantise
 from jax_warp_decode.routing import Routing, is_routed
 
 ITEMSIZE = {"bf16": 2, "mxfp8": 1}  # of a weight, by format
-IN_BOUNDS = grouped_plan.IN_BOUNDS
 Config = GroupedConfig | Tcgen05Config
 
 
