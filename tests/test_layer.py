@@ -313,6 +313,8 @@ def test_shared_experts_of_another_type_are_named():
         append_shared([experts.w_up], experts)
     with pytest.raises(ArgumentError, match="^shared: got .*, expected ExpertWeights"):
         append_shared(experts, experts.w_up)
+    with pytest.raises(ArgumentError, match=r"^shared.w_down: got shape \(2, 64, 64, 64\)"):
+        append_shared(experts, dataclasses.replace(experts, w_down=jnp.ones((2, 64, 64, 64))))
 
 
 @pytest.mark.parametrize("arguments, message", [
