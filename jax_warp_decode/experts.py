@@ -170,15 +170,29 @@ class ExpertWeights:
         """The same experts in another format, for example "mxfp8"; the reduction dimension carries the blocks.
 
         Biases stay as they are.
+
+        Raises:
+          ArgumentError: an unknown format, or weights that are quantised already.
         """
+        if self.format not in DENSE_FORMATS.values():
+            raise ArgumentError(f"experts: got {self.format} weights, expected plain ones to quantise to {format}; the "
+                                "originals, or those of `map(dequantize, *MATRICES)`")
         return self.map(lambda w: formats.quantize(w, format), *MATRICES)
 
     def astype(self, dtype: DTypeLike) -> "ExpertWeights":
         """The same experts with plain matrices of another dtype; biases stay as they are.
 
         Raises:
-          ArgumentError: quantised weights, of which this would silently make large plain ones.
+          ArgumentError: a dtype that weights cannot have, or quantised weights, of which this would silently make large
+            plain ones.
         """
+        try:
+            known = jnp.dtype(dtype) in DENSE_FORMATS
+        except TypeError:  # numpy's, of a name that it does not know
+            known = False
+        if not known:
+            raise ArgumentError(f"dtype: got {dtype!r}, expected {', '.join(map(str, DENSE_FORMATS))}; `quantize` has "
+                                "the others")
         if self.format not in DENSE_FORMATS.values():
             size = sum(math.prod(w.shape) for w in self.weights.values()) * jnp.dtype(dtype).itemsize
             raise ArgumentError(f"experts: got {self.format} weights, expected plain ones; in {jnp.dtype(dtype)} they "

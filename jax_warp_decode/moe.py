@@ -148,8 +148,10 @@ def check_operands(x, routing, experts) -> jax.Array:
     if not isinstance(routing, Routing):
         raise ArgumentError(f"routing: got {type(routing).__name__}, expected Routing(ids, weights); see route")
     if x.shape[-1] != experts.hidden:
+        swapped = x.shape[-1] == experts.intermediate
+        way_out = "; weights are [E, I, H] and [E, H, I]: swap the last two axes of all of them" if swapped else ""
         raise ArgumentError(f"x: got shape {x.shape}, expected [..., {experts.hidden}] to match w_up "
-                            f"{experts.w_up.shape}, H last")
+                            f"{experts.w_up.shape}, H last{way_out}")
     return x
 
 

@@ -454,6 +454,23 @@ def test_scales_of_the_wrong_shape_are_refused():
         moe(good()["x"], good()["routing"], bad)
 
 
+def test_weights_in_the_order_of_other_libraries_are_named():
+    args = good()
+    swapped = args["experts"].map(lambda w: w.swapaxes(-1, -2))
+    with pytest.raises(ArgumentError, match=r"^x: got shape .*swap the last two axes"):
+        moe(args["x"], args["routing"], swapped)
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda e: e.astype("bf16"), "^dtype: got 'bf16', expected bfloat16, float16, float32"),
+    (lambda e: e.astype(jnp.int8), "^dtype: got .*int8.*, expected bfloat16"),
+    (lambda e: e.quantize("mxfp8").quantize("mxfp4"), "^experts: got mxfp8 weights, expected plain ones.*mxfp4"),
+])
+def test_conversions_that_would_lose_weights_are_refused(call, message):
+    with pytest.raises(ArgumentError, match=message):
+        call(good()["experts"])
+
+
 @pytest.mark.parametrize("strategy", ["warp_decode", "expert_centric", "reference"])
 def test_a_scan_over_stacked_layers(strategy):
     """The layers one after the other, by a traced index, give what each layer gives alone."""
