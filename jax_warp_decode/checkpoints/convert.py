@@ -1,6 +1,7 @@
 """`jax-warp-decode convert`: a folder with plain experts becomes one with quantised experts, shard by shard."""
 
 import argparse
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +39,7 @@ def convert(folder: Any, out: Any, weights: str = "mxfp8", progress: Report | No
     Raises:
       CheckpointError: anything wrong with the source. Nothing has been written then.
       ArgumentError: unknown weights, experts that are quantised already, sizes that the format cannot take, or an `out`
-        that holds a checkpoint or is a file.
+        that is `folder`, holds a checkpoint or is a file.
       OSError: a file of `out` cannot be written.
 
     Example:
@@ -55,9 +56,11 @@ def convert(folder: Any, out: Any, weights: str = "mxfp8", progress: Report | No
         raise ArgumentError(f"weights: got {weights!r}, expected one of {list(TARGETS)}")
     out = reader.as_path(out, "out")
     source = MoEFolder(folder)
+    if os.path.realpath(out) == os.path.realpath(source.opened.path):
+        raise ArgumentError(f"out: got {out}, the folder of the model itself, expected another one")
     if source.encoding.format != DENSE:
-        raise ArgumentError(
-            f"folder: got experts in {source.encoding.format}, expected plain ones; convert the original model")
+        raise ArgumentError(f"folder: got experts in {source.encoding.format}, which are served as they are; expected "
+                            "bf16, f16 or f32 ones")
     target = encoding_of(weights)
     check_sizes(source.spec, target)
     check_free(out)
