@@ -238,6 +238,9 @@ def report(options: argparse.Namespace):
         if not 1 <= value < 2**31:
             got = value if abs(value) < 2**63 else f"a number of {len(str(abs(value)))} digits"
             raise ArgumentError(f"--{name}: got {got}, expected 1 to {2**31 - 1}")
+    if options.devices > options.per_host and options.devices % options.per_host:
+        raise ArgumentError(f"--per-host: got {options.per_host}, expected a number that divides --devices = "
+                            f"{options.devices}, or at least as many")
     every = splits(table, preset, format, layers, options.devices, options.batch, options.per_host)
     if not every:
         raise ArgumentError(
@@ -264,7 +267,24 @@ def report(options: argparse.Namespace):
     axes = [f"{name}_axis over {n}" for name, n in (("expert", best.ep), ("tensor", best.tp)) if n > 1]
     yield (f"Best: {' and '.join(axes) or 'no split'}, {best.copies} cop{'y' if best.copies == 1 else 'ies'}. "
            f"{len(every) - len(fitting)} of {len(every)} splits do not fit {USABLE:.0%} of the memory.")
+    if fewer := fewest(table, preset, format, layers, options, room):
+        n, alone = fewer
+        if alone.step_us < best.step_us:
+            yield (f"{'One GPU alone makes' if n == 1 else f'{n} GPUs alone make'} "
+                   f"{options.batch / alone.step_us * 1e6:,.0f} tokens/s: more than this.")
+    yield "Of the best:"
     yield from notes(table, preset, format, options, best)
+
+
+def fewest(table, preset, format, layers, options, room) -> tuple[int, Split] | None:
+    """The smallest number of GPUs below --devices that has room, and the fastest split of it."""
+    for n in range(1, options.devices):
+        if n > options.per_host and n % options.per_host:
+            continue
+        every = splits(table, preset, format, layers, n, options.batch, options.per_host)
+        if fitting := [split for split in every if split.memory <= room]:
+            return n, fitting[0]
+    return None
 
 
 def notes(table, preset, format, options, best):

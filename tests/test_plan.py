@@ -139,6 +139,14 @@ def test_it_says_what_was_measured_and_what_was_not(capsys):
     assert "between hosts assumed: 50 GB/s" in text("--model deepseek-v3 --devices 16 --batch 16 --per-host 4", capsys)
 
 
+def test_it_says_when_fewer_gpus_are_faster(capsys):
+    shown = text("--model qwen3-30b-a3b --devices 2 --batch 1", capsys)
+    alone = one_gpu("qwen3-30b-a3b", "bf16", 1).step_us * 48
+    assert f"One GPU alone makes {1e6 / alone:,.0f} tokens/s: more than this. Of the best: " in shown
+    assert "4 GPUs alone make" in text("--model qwen3-235b-a22b --devices 8 --batch 1", capsys)
+    assert "alone" not in text("--model qwen3-30b-a3b --devices 2 --batch 4096", capsys)
+
+
 @pytest.mark.parametrize("line,message", [
     ("--model gpt5 --devices 1 --batch 1", "model: got 'gpt5', expected one of"),
     ("--model glm-5 --devices 8 --batch 1", "--layers: got nothing, expected the number of layers"),
@@ -146,6 +154,7 @@ def test_it_says_what_was_measured_and_what_was_not(capsys):
     ("--model tiny-docs --devices 1 --batch " + "9" * 400, "--batch: got a number of 400 digits, expected 1 to"),
     ("--model deepseek-v3 --devices 8 --batch -3", "--batch: got -3"),
     ("--model deepseek-v3 --devices 8 --batch 8 --format fp3", "--format: got 'fp3', expected one of"),
+    ("--model deepseek-v3 --devices 16 --batch 16 --per-host 5", "--per-host: got 5, expected a number that divides"),
     ("--model deepseek-v3 --devices 7 --batch 5", "--devices: got 7, expected a number that splits E = 256"),
     ("--model deepseek-v3 --devices 1 --batch 8", "--devices: got 1, expected more: at best 65"),
 ])
