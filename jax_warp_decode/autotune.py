@@ -27,7 +27,7 @@ from jax_warp_decode.errors import ArgumentError, UnsupportedError
 from jax_warp_decode.measure import strategies
 from jax_warp_decode.measure.job import Job, Result, measure
 from jax_warp_decode.measure.strategies import StrategyJob
-from jax_warp_decode.presets import Preset, get_preset
+from jax_warp_decode.presets import Preset, get_preset, listing
 from jax_warp_decode.tuned_table import Entry, LayerTime
 
 MOST_WORKERS = 16
@@ -36,7 +36,7 @@ SWITCH = (16, 32, 64, 128, 256, 512, 1024)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape = parser.add_mutually_exclusive_group(required=True)
-    shape.add_argument("--model", metavar="NAME", help="a model whose sizes are known, such as qwen3-30b-a3b")
+    shape.add_argument("--model", metavar="NAME", help="a model whose sizes are known; 'list' shows them")
     shape.add_argument("--shape", type=int, nargs=4, metavar=("H", "I", "E", "K"),
                        help="hidden and intermediate size, experts, experts per token")
     parser.add_argument("--format", nargs="+", metavar="NAME",
@@ -53,6 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Runs the command; bad input raises the package's errors."""
+    if options.model == "list":
+        print("\n".join(listing()))
+        return 0
     if options.model:
         preset = get_preset(options.model)
     else:

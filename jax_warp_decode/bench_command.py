@@ -17,7 +17,7 @@ from jax_warp_decode.measure import inputs, read_kernel
 from jax_warp_decode.measure.variants import Variant, measure
 from jax_warp_decode.measure.workload import LAYERS, Workload, layer_bytes, make_layers
 from jax_warp_decode.moe import moe
-from jax_warp_decode.presets import PRESETS, get_preset
+from jax_warp_decode.presets import get_preset, listing
 
 MEMORY_SHARE = 0.5  # of the GPU's, for all layers together; quantising needs room beside them
 
@@ -43,9 +43,8 @@ def main(options: argparse.Namespace) -> int:
 def run(options: argparse.Namespace, console: Console) -> None:
     """`main` on a console of the caller's."""
     if options.model == "list":
-        for p in PRESETS.values():
-            console.print(f"{p.name:20} H {p.hidden:5} I {p.intermediate:5} E {p.num_experts:4} "
-                          f"K {p.experts_per_token:2}  {p.format}")
+        for line in listing():
+            console.print(line, soft_wrap=True)
         return
     preset = get_preset(options.model)
     chosen = dict.fromkeys(options.format or [preset.format])

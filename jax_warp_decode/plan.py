@@ -18,7 +18,7 @@ import math
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.formats import FORMATS
 from jax_warp_decode.measured_layers import interpolate
-from jax_warp_decode.presets import Preset, get_preset
+from jax_warp_decode.presets import Preset, get_preset, listing
 from jax_warp_decode.routing import expected_experts
 
 # Layers with routed experts, from the model cards.
@@ -198,9 +198,9 @@ def splits(table: dict, preset: Preset, format: str, layers: int, devices: int, 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--model", required=True, metavar="NAME",
-                        help="a model whose sizes are known, such as deepseek-v3")
-    parser.add_argument("--devices", type=int, required=True, metavar="N", help="GPUs in all")
-    parser.add_argument("--batch", type=int, required=True, metavar="T", help="tokens of a step, of all GPUs together")
+                        help="a model whose sizes are known, such as deepseek-v3; 'list' shows them")
+    parser.add_argument("--devices", type=int, metavar="N", help="GPUs in all")
+    parser.add_argument("--batch", type=int, metavar="T", help="tokens of a step, of all GPUs together")
     parser.add_argument("--format", metavar="NAME", help="of the expert weights (default: as the model was released)")
     parser.add_argument("--layers", type=int, metavar="N", help="layers with experts (default: the model's, if known)")
     parser.add_argument("--per-host", type=int, default=8, metavar="N", help="GPUs that NVLink connects (default: 8)")
@@ -225,7 +225,13 @@ def report(options: argparse.Namespace):
     from rich import box
     from rich.table import Table
 
+    if options.model == "list":
+        yield from listing()
+        return
     preset, table = get_preset(options.model), load_table()
+    for name, meaning in (("devices", "GPUs"), ("batch", "tokens of a step")):
+        if getattr(options, name) is None:
+            raise ArgumentError(f"--{name}: got nothing, expected the number of {meaning}")
     format = options.format or preset.format
     if format not in (known := ("bf16", "f16", "f32", *FORMATS)):
         raise ArgumentError(f"--format: got {format!r}, expected one of {list(known)}")

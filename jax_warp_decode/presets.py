@@ -1,6 +1,7 @@
 """The mixture-of-experts layers of published models: sizes, router, activation and format, for benchmarks."""
 
 import dataclasses
+import difflib
 
 from jax_warp_decode.activations import ACTIVATIONS, Activation
 from jax_warp_decode.errors import ArgumentError
@@ -92,5 +93,20 @@ scale=1.0))
     """
     found = PRESETS.get(SAME_LAYER.get(name, name))
     if found is None:
-        raise ArgumentError(f"model: got {name!r}, expected one of {sorted([*PRESETS, *SAME_LAYER])}")
+        near = difflib.get_close_matches(str(name), [*PRESETS, *SAME_LAYER], 1)
+        raise ArgumentError(f"model: got {name!r}, {f'did you mean {near[0]}? ' if near else ''}expected one of those "
+                            "that 'jax-warp-decode plan --model list' shows")
     return found
+
+
+def listing() -> list[str]:
+    """A line for every name that `get_preset` takes, as the commands print them for `--model list`.
+
+    Example:
+      >>> from jax_warp_decode.presets import listing
+      >>> listing()[1], listing()[-1]
+      ('qwen3-30b-a3b        H  2048 I   768 E  128 K  8  bf16', 'glm-5.3              as glm-5')
+    """
+    return [*(f"{p.name:20} H {p.hidden:5} I {p.intermediate:5} E {p.num_experts:4} K {p.experts_per_token:2}  "
+              f"{p.format}" for p in PRESETS.values()),
+            *(f"{name:20} as {other}" for name, other in SAME_LAYER.items())]

@@ -22,6 +22,7 @@ from jax_warp_decode.compat import JAX_WINDOW
 from jax_warp_decode.errors import ArgumentError
 from jax_warp_decode.formats import FORMATS
 from jax_warp_decode.models import Qwen3Moe, Qwen3MoeConfig
+from jax_warp_decode.presets import PRESETS, SAME_LAYER
 from jax_warp_decode.text import ByteCodec
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -222,6 +223,15 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, folder, arguments, words)
     assert err.startswith("jax-warp-decode") and err.count("\n") == 1 and "Traceback" not in err
     assert all(word in err for word in words), err
     assert "interpret" not in err, "the command line has no such option"
+
+
+@pytest.mark.parametrize("command", ["bench", "plan", "autotune"])
+def test_the_models_are_listed_with_their_other_names(capsys, command):
+    code, out, err = run(capsys, command, "--model", "list")
+    assert code == 0, err
+    names = {line.split()[0]: line for line in out.splitlines()}
+    assert names.keys() == PRESETS.keys() | SAME_LAYER.keys()
+    assert names["deepseek-r1"].endswith("as deepseek-v3")
 
 
 def test_unknown_command_is_one_line(capsys):

@@ -149,6 +149,9 @@ def test_it_says_when_fewer_gpus_are_faster(capsys):
 
 @pytest.mark.parametrize("line,message", [
     ("--model gpt5 --devices 1 --batch 1", "model: got 'gpt5', expected one of"),
+    ("--model qwen3-30b --devices 1 --batch 1", "model: got 'qwen3-30b', did you mean qwen3-30b-a3b? expected one of"),
+    ("--model deepseek-v3 --batch 1", "--devices: got nothing, expected the number of GPUs"),
+    ("--model deepseek-v3 --devices 8", "--batch: got nothing, expected the number of tokens"),
     ("--model glm-5 --devices 8 --batch 1", "--layers: got nothing, expected the number of layers"),
     ("--model deepseek-v3 --devices 0 --batch 1", "--devices: got 0, expected 1 to 2147483647"),
     ("--model tiny-docs --devices 1 --batch " + "9" * 400, "--batch: got a number of 400 digits, expected 1 to"),
