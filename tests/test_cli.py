@@ -234,6 +234,12 @@ def test_the_models_are_listed_with_their_other_names(capsys, command):
     assert names["deepseek-r1"].endswith("as deepseek-v3")
 
 
+@pytest.mark.parametrize("name", ["mixtral_tiny", "gpt_oss_tiny"])
+def test_a_model_that_the_demo_does_not_take_is_one_for_generate(capsys, name):
+    code, _, err = run(capsys, "demo", "--checkpoint", ROOT / "tests" / "fixtures" / name)
+    assert code == 2 and "`jax-warp-decode generate --checkpoint` take it" in err and "load_moe_blocks" not in err
+
+
 def test_unknown_command_is_one_line(capsys):
     code, _, err = run(capsys, "fly")
     assert code == 2 and err.count("\n") == 1 and "fly" in err

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from jax_warp_decode import ArgumentError, CheckpointError
 from jax_warp_decode.activations import get_activation
-from jax_warp_decode.checkpoints import MoEFolder, load_moe_blocks, reader
+from jax_warp_decode.checkpoints import MoEFolder, load_model, load_moe_blocks, reader
 from jax_warp_decode.formats import FORMATS, dequantize
 from jax_warp_decode.presets import PRESETS, SAME_LAYER, get_preset
 from jax_warp_decode.routers import ROUTERS, Router
@@ -340,3 +340,15 @@ def test_modules_that_stay_plain(tmp_path):
     with pytest.raises(CheckpointError, match="missing: .*shared_experts.gate_proj.weight_scale_inv.*; modules that "
                        "stay plain beside quantised ones must be named in modules_to_not_convert"):
         load_moe_blocks(edited(FIXTURES / "deepseek_v3_tiny", tmp_path, widen))
+
+
+@pytest.mark.parametrize("name, architecture, way_out", [
+    ("deepseek_v3_tiny", "DeepseekV3ForCausalLM", "; `load_moe_blocks` takes its experts$"),
+    ("mixtral_tiny", "LlamaForCausalLM", "'GptOssForCausalLM'.$"),
+])
+def test_what_no_decoder_takes(tmp_path, name, architecture, way_out):
+    folder = shutil.copytree(FIXTURES / name, tmp_path / name)
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": [architecture]}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=way_out):
+        load_model(folder)

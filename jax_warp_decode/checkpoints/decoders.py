@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 
 from jax_warp_decode.checkpoints import reader, slots
 from jax_warp_decode.checkpoints.blocks import block_slots, read_config
+from jax_warp_decode.checkpoints.families import find_family
 from jax_warp_decode.checkpoints.family import BlockSpec, Encoding, Family
 from jax_warp_decode.checkpoints.mesh_fill import mesh_fill
 from jax_warp_decode.checkpoints.progress import Report, reporting
@@ -21,7 +22,7 @@ from jax_warp_decode.models.decoder_config import DecoderConfig
 from jax_warp_decode.models.gpt_oss_config import GptOssConfig
 from jax_warp_decode.models.mixtral_config import MixtralConfig
 from jax_warp_decode.models.qwen3_moe_config import Qwen3MoeConfig
-from jax_warp_decode.models.settings import show
+from jax_warp_decode.models.settings import Settings, show
 from jax_warp_decode.parallel import ExpertSharding, check_sharding
 
 CONFIGS = {config.ARCHITECTURE: config for config in (Qwen3MoeConfig, MixtralConfig, GptOssConfig)}
@@ -141,11 +142,21 @@ def _read_decoder(opened: reader.Folder, allowed: list[str]) -> DecoderConfig:
     try:
         if not isinstance(name, str) or name not in allowed:
             expected = " or ".join(f"['{a}']" for a in allowed)
-            raise UnsupportedError(f"architectures: got {show(names)}, expected {expected}; `load_moe_blocks` takes "
-                                   "the experts of other models")
+            raise UnsupportedError(f"architectures: got {show(names)}, expected {expected}{_way_out(opened, name)}")
         return CONFIGS[name].from_hf(opened.config)
     except (ArgumentError, UnsupportedError) as error:
         raise CheckpointError(f"{opened.path / reader.CONFIG_FILE}: {error}") from error
+
+
+def _way_out(opened: reader.Folder, name: Any) -> str:
+    """What takes a folder that is refused, if anything does."""
+    if isinstance(name, str) and name in CONFIGS:
+        return "; `load_model` and `jax-warp-decode generate --checkpoint` take it"
+    try:
+        find_family(Settings(opened.config))
+    except UnsupportedError:
+        return ""
+    return "; `load_moe_blocks` takes its experts"
 
 
 def _check_tied(opened: reader.Folder) -> None:
