@@ -7,6 +7,8 @@ import io
 import os
 import sys
 
+from jax_warp_decode import __version__
+
 EXIT_BAD_INPUT = 2
 
 # name: (module with `add_arguments(parser)` and `main(options) -> int`, what it does). A module is imported when its
@@ -37,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0, or 2 after one line on stderr about bad input or output."""
     argv = sys.argv[1:] if argv is None else argv
     parser = _Parser(prog="jax-warp-decode", description="Mixture-of-Experts decode for JAX on NVIDIA GPUs.")
+    parser.add_argument("--version", action="version", version=f"jax-warp-decode {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, help) in COMMANDS.items():
         command = commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")

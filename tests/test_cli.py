@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from rich.console import Console
 
+import jax_warp_decode
 from jax_warp_decode import cli, demo, info
 from jax_warp_decode.checkpoints import save_qwen3_moe
 from jax_warp_decode.compat import JAX_WINDOW
@@ -238,6 +239,15 @@ def test_the_models_are_listed_with_their_other_names(capsys, command):
 def test_a_model_that_the_demo_does_not_take_is_one_for_generate(capsys, name):
     code, _, err = run(capsys, "demo", "--checkpoint", ROOT / "tests" / "fixtures" / name)
     assert code == 2 and "`jax-warp-decode generate --checkpoint` take it" in err and "load_moe_blocks" not in err
+
+
+def test_the_version(capsys):
+    assert run(capsys, "--version") == (0, f"jax-warp-decode {jax_warp_decode.__version__}\n", "")
+
+
+def test_the_package_runs_as_a_module():
+    command = [sys.executable, "-m", "jax_warp_decode", "--version"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.startswith("jax-warp-decode ")
 
 
 def test_unknown_command_is_one_line(capsys):
