@@ -440,7 +440,7 @@ def test_autotune_without_a_gpu_makes_nothing(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (["--model", "gpt-7"], ["gpt-7", "qwen3-30b-a3b"]),
+    (["--model", "gpt-oss"], ["gpt-oss", "did you mean gpt-oss-20b?", "--model list"]),
     (["--shape", "100", "64", "4", "2"], ["100", "multiples of 32"]),
     (["--shape", "256", "64", "2", "4"], ["K = 4", "E = 2"]),
     (["--shape", "256", "64", "4", "0"], ["K=0", "positive"]),
