@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jax_warp_decode import tuned_table, tuning
 from jax_warp_decode.choose import no_gpu_reason
-from jax_warp_decode.errors import ArgumentError, UnsupportedError
+from jax_warp_decode.errors import ArgumentError, UnsupportedError, counted
 from jax_warp_decode.measure import strategies
 from jax_warp_decode.measure.job import Job, Result, measure
 from jax_warp_decode.measure.strategies import StrategyJob
@@ -107,7 +107,7 @@ def autotune(jobs: Sequence[Job | StrategyJob], path: pathlib.Path | None = None
     start = time.perf_counter()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task(f"{len(jobs)} shapes", total=sum(job.lowerings for job in jobs))
+        task = progress.add_task(counted(len(jobs), "shape"), total=sum(job.lowerings for job in jobs))
         for result in _all_results(configs, workers, layers, path, device, lambda: progress.advance(task)):
             if result.entries:
                 tuned_table.write_entries(path, device, result.entries)

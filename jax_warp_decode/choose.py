@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from jax_warp_decode import measured_layers
 from jax_warp_decode.device import BLACKWELL, FIRST_CUDA, capability, software_refusal
-from jax_warp_decode.errors import ArgumentError, UnsupportedError
+from jax_warp_decode.errors import ArgumentError, UnsupportedError, counted
 from jax_warp_decode.experts import DENSE_FORMATS, ExpertWeights, check_experts, is_float
 from jax_warp_decode.formats import FORMATS
 from jax_warp_decode.kernels import checks
@@ -291,7 +291,7 @@ def choose(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
       >>> from jax_warp_decode import ExpertWeights, choose
       >>> w = jax.ShapeDtypeStruct((8, 64, 64), jnp.bfloat16)
       >>> choose(1, ExpertWeights(w, w, w), experts_per_token=2, x_dtype=jnp.bfloat16, interpret=True)
-      Choice(strategy='warp_decode', reason='1 tokens x 2 slots on 8 experts: 0.25 pairs per expert')
+      Choice(strategy='warp_decode', reason='1 token x 2 slots on 8 experts: 0.25 pairs per expert')
     """
     for name, value, least in (("tokens", tokens, 0), ("experts_per_token", experts_per_token, 1)):
         if not export.is_symbolic_dim(value) and static_integer(name, value, f"of at least {least}") < least:
@@ -342,7 +342,8 @@ def decide(tokens: int, experts: ExpertWeights, *, experts_per_token: int, x_dty
         reasons.insert(0, measured.reason(chosen, [name for name in runnable if name != chosen]))
     load = tokens * slots / experts.num_experts
     warning = _warning(chosen, tokens * slots, experts, x_dtype)
-    pairs = f"{tokens} tokens x {slots} slots on {experts.num_experts} experts: {load:.3g} pairs per expert"
+    pairs = (f"{counted(tokens, 'token')} x {counted(slots, 'slot')} on {experts.num_experts} experts: {load:.3g} "
+             "pairs per expert")
     reason = "; ".join(filter(None, [pairs, *reasons, _never_ran(chosen, experts, x_dtype)]))
     return Choice(chosen, reason, warning, _copied_bytes(chosen, experts, x_dtype))
 

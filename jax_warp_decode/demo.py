@@ -19,7 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from rich.text import Text
 
 from jax_warp_decode.checkpoints import load_qwen3_moe
-from jax_warp_decode.errors import ArgumentError, CheckpointError
+from jax_warp_decode.errors import ArgumentError, CheckpointError, counted
 from jax_warp_decode.info import print_facts
 from jax_warp_decode.models import Qwen3Moe
 from jax_warp_decode.models.generate import generate
@@ -135,9 +135,9 @@ def describe(model: Qwen3Moe, name: str) -> str:
     config = model.config
     leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
     count = sum(leaf.size for leaf in leaves if leaf.dtype != jnp.uint8)  # block scales are no parameters
-    return (f"{name}: {config.num_hidden_layers} layers, hidden {config.hidden_size}, {config.num_experts} experts of "
-            f"{config.moe_intermediate_size}, top-{config.num_experts_per_tok}, {count / 1e6:.1f} M parameters, "
-            f"experts in {model.layers[0].moe.experts.format}")
+    return (f"{name}: {counted(config.num_hidden_layers, 'layer')}, hidden {config.hidden_size}, {config.num_experts} "
+            f"experts of {config.moe_intermediate_size}, top-{config.num_experts_per_tok}, "
+            f"{count / 1e6:.1f} M parameters, experts in {model.layers[0].moe.experts.format}")
 
 
 def printable(text: str) -> str:
@@ -248,7 +248,8 @@ def run(request: Request, console: Console) -> None:
     found_logits = np.concatenate(jax.device_get(logits))
     check_finite(found_logits, name)
     assert generation.prefill_seconds is not None  # a token came
-    facts = {"prefill": f"{prompt.shape[1]} tokens in {generation.prefill_seconds * 1e3:,.1f} ms ({prefill.strategy})"}
+    facts = {"prefill": f"{counted(prompt.shape[1], 'token')} in {generation.prefill_seconds * 1e3:,.1f} ms "
+                        f"({prefill.strategy})"}
     if len(tokens) == 1:
         facts["decode"] = "no step was needed for one token"
     else:
@@ -260,7 +261,7 @@ def run(request: Request, console: Console) -> None:
             check_finite(wanted, f"{name} (reference)")
             found = compare(found_logits[1:], wanted)
         facts["agreement"] = (
-            f"with the float32 reference over {found.steps} decode steps: cosine {found.cosine:.6f} (worst "
+            f"with the float32 reference over {counted(found.steps, 'decode step')}: cosine {found.cosine:.6f} (worst "
             f"{found.worst_cosine:.6f}), max abs {found.max_abs:.4f}, same next token {found.same} of {found.steps}")
     console.print()
     print_facts(console, facts)

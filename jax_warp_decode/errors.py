@@ -11,3 +11,14 @@ class UnsupportedError(NotImplementedError):
 
 class CheckpointError(ValueError):
     """A checkpoint folder is incomplete, malformed or of another architecture. Nothing has been loaded."""
+
+
+def counted(n: int, noun: str) -> str:
+    """A number of things in words.
+
+    Example:
+      >>> from jax_warp_decode.errors import counted
+      >>> counted(1, "tensor"), counted(2, "tensor")
+      ('1 tensor', '2 tensors')
+    """
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

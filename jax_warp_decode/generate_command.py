@@ -37,7 +37,7 @@ def run(options: argparse.Namespace, console) -> None:
 
     from jax_warp_decode.checkpoints import load_model
     from jax_warp_decode.demo import bundled_model
-    from jax_warp_decode.errors import ArgumentError
+    from jax_warp_decode.errors import ArgumentError, counted
     from jax_warp_decode.models.decode_loop import generate_ragged
     from jax_warp_decode.models.decode_step import DecodeModel, DecoderWeights
     from jax_warp_decode.text import codec_for, end_tokens
@@ -78,7 +78,8 @@ def run(options: argparse.Namespace, console) -> None:
     rate = generation.tokens_per_second
     speed = "" if rate != rate else (f", {rate:,.0f} tokens/s per prompt, {rate * len(prompts):,.0f} in all, "
                                      f"{1e3 / rate:,.2f} ms per step")
-    console.print(f"{len(prompts)} prompts of {', '.join(str(len(p)) for p in prompts)} tokens: first token after "
+    sizes = ", ".join(counted(len(prompt), "token") for prompt in prompts)
+    console.print(f"{counted(len(prompts), 'prompt')} of {sizes}: first token after "
                   f"{generation.prefill_seconds * 1e3:,.1f} ms{speed}", soft_wrap=True, markup=False)
 
 

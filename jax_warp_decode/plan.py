@@ -15,7 +15,7 @@ import importlib.resources
 import json
 import math
 
-from jax_warp_decode.errors import ArgumentError
+from jax_warp_decode.errors import ArgumentError, counted
 from jax_warp_decode.formats import FORMATS
 from jax_warp_decode.measured_layers import interpolate
 from jax_warp_decode.presets import Preset, get_preset, listing
@@ -258,8 +258,8 @@ def report(options: argparse.Namespace):
         least = min(split.memory for split in every)
         raise ArgumentError(f"--devices: got {options.devices}, expected more: at best {least / 1e9:.1f} GB of experts "
                             f"on each, and {table['device']} has room for {room / 1e9:.1f} GB")
-    yield (f"{preset.name}: {layers} layers of {preset.num_experts} experts, {format}, "
-           f"{options.batch} tokens a step on {options.devices} x {table['device']}; routed experts only")
+    yield (f"{preset.name}: {counted(layers, 'layer')} of {preset.num_experts} experts, {format}, "
+           f"{counted(options.batch, 'token')} a step on {options.devices} x {table['device']}; routed experts only")
     yield "GB of experts on a GPU; microseconds a layer for gate+up, down and collectives; ms a step"
     out = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("EP", "TP", "copies", "GB", "gate+up", "down", "collectives", "step", "tokens/s"):

@@ -165,7 +165,7 @@ def test_projections_of_different_types_need_a_dtype(copy):
     for name in [name for name in tensors if "layers.0.mlp.experts" in name and "gate_proj" in name]:
         tensors[name] = tensors[name].astype(np.float32)
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"1 layers: layers.0.moe .w_gate F32, w_up BF16, w_down BF16.*dtype="):
+    with pytest.raises(CheckpointError, match=r"1 layer: layers.0.moe .w_gate F32, w_up BF16, w_down BF16.*dtype="):
         load_qwen3_moe(folder)
     assert load_qwen3_moe(folder, dtype=jnp.float32).layers[0].moe.experts.format == "f32"
 
@@ -313,8 +313,8 @@ FAULTS = {
     "missing": ("plain", drop(f"{EXPERT}.up_proj.weight", "model.norm.weight"),
                 f"2 tensors missing: {EXPERT}.up_proj.weight, model.norm.weight$"),
     "unexpected": ("plain", put("model.layers.2.mlp.gate.weight", lambda old: np.zeros(3, np.float32)),
-                   "1 tensors unexpected: model.layers.2.mlp.gate.weight$"),
-    "head of an untied model": ("plain", drop("lm_head.weight"), "1 tensors missing: lm_head.weight"),
+                   "1 tensor unexpected: model.layers.2.mlp.gate.weight$"),
+    "head of an untied model": ("plain", drop("lm_head.weight"), "1 tensor missing: lm_head.weight"),
     "transposed": ("plain", put("model.layers.0.self_attn.v_proj.weight", lambda old: old.T.copy()),
                    r"v_proj.weight: got BF16\[64, 32\], expected BF16/F16/F32\[32, 64\]"),
     "wrong type": ("plain", put(f"{EXPERT}.down_proj.weight", lambda old: old.astype(np.int32)),
@@ -323,7 +323,7 @@ FAULTS = {
                       r"1000 or more tensors missing: \S+experts.{\d+-\d+}.gate_proj.weight; 1"),
     "quantised without notice": ("mxfp8", edit_config(quantization_config=None), r"got F8_E4M3\[96, 64\]"),
     "scales missing": ("mxfp8", drop(f"{EXPERT}.gate_proj.weight_scale_inv"),
-                       f"1 tensors missing: {EXPERT}.gate_proj.weight_scale_inv$"),
+                       f"1 tensor missing: {EXPERT}.gate_proj.weight_scale_inv$"),
     "scales transposed": ("mxfp8", put(f"{EXPERT}.gate_proj.weight_scale_inv", lambda old: old.T.copy()),
                           r"gate_proj.weight_scale_inv: got U8\[2, 96\], expected U8/F8_E8M0\[96, 2\]"),
     "scales of the other dimension": ("mxfp8", put(f"{EXPERT}.gate_proj.weight_scale_inv",
@@ -394,8 +394,8 @@ def test_all_problems_are_named_at_once(copy):
         "wrong": tensors.pop(f"{EXPERT}.up_proj.weight")}))(folder)
     with pytest.raises(CheckpointError) as caught:
         load_qwen3_moe(folder)
-    for part in (f"1 tensors missing: {EXPERT}.up_proj.weight", "2 tensors unexpected: extra, wrong",
-                 "1 tensors of the wrong shape or type: model.norm.weight: got F32[3]"):
+    for part in (f"1 tensor missing: {EXPERT}.up_proj.weight", "2 tensors unexpected: extra, wrong",
+                 "1 tensor of the wrong shape or type: model.norm.weight: got F32[3]"):
         assert part in str(caught.value)
 
 

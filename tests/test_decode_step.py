@@ -272,6 +272,7 @@ def test_the_generate_command_continues_several_prompts_at_once(module, tmp_path
     generate_command.run(options, console)
     both = console.file.getvalue()
     assert both.startswith("[1] The with") and "tokens/s per prompt" in both
+    assert "2 prompts of 8 tokens, 20 tokens: first token after" in both
     added = re.search(r"^\[2\] Return a new list of(.+)$", both, re.MULTILINE)[1]
     assert len(added) == 6
 

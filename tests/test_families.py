@@ -215,7 +215,7 @@ def test_layers_beyond_the_decoder_are_left_alone(tmp_path):
     extra = put("model.layers.2.mlp.experts.0.up_proj.weight", lambda old: np.ones(3, np.float32))
     folder = edited(FIXTURES / "deepseek_v3_tiny", tmp_path, extra, num_nextn_predict_layers=1)
     assert MoEFolder(folder).layers == (1,)
-    with pytest.raises(CheckpointError, match="1 tensors unexpected: model.layers.2.mlp.experts.0.up_proj.weight"):
+    with pytest.raises(CheckpointError, match="1 tensor unexpected: model.layers.2.mlp.experts.0.up_proj.weight"):
         MoEFolder(edited(FIXTURES / "deepseek_v3_tiny", tmp_path, extra, num_nextn_predict_layers=0))
 
 
@@ -251,15 +251,15 @@ def put(name, make):
 DEEPSEEK, GPT = "model.layers.1.mlp", "model.layers.0.mlp.experts"
 FAULTS = [
     ("deepseek_v3_tiny", drop(f"{DEEPSEEK}.experts.5.up_proj.weight_scale_inv"), {},
-     f"1 tensors missing: {DEEPSEEK}.experts.5.up_proj.weight_scale_inv$"),
+     f"1 tensor missing: {DEEPSEEK}.experts.5.up_proj.weight_scale_inv$"),
     ("deepseek_v3_tiny", put(f"{DEEPSEEK}.experts.5.up_proj.weight_scale_inv", lambda s: s.T.copy()), {},
      rf"{DEEPSEEK}.experts.5.up_proj.weight_scale_inv: got F32\[2, 1\], expected F32/BF16\[1, 2\]"),
     ("deepseek_v3_tiny", put(f"{DEEPSEEK}.experts.5.up_proj.weight_scale_inv", lambda s: np.ones((32, 8), np.uint8)),
      {}, r"got U8\[32, 8\], expected F32/BF16\[1, 2\]"),
     ("deepseek_v3_tiny", put(f"{DEEPSEEK}.experts.8.up_proj.weight", lambda s: np.zeros(3, np.float32)), {},
-     f"1 tensors unexpected: {DEEPSEEK}.experts.8.up_proj.weight"),
+     f"1 tensor unexpected: {DEEPSEEK}.experts.8.up_proj.weight"),
     ("deepseek_v3_tiny", put("model.layers.0.mlp.experts.0.up_proj.weight", lambda s: np.zeros(3, np.float32)), {},
-     "1 tensors unexpected: model.layers.0.mlp.experts.0.up_proj.weight"),
+     "1 tensor unexpected: model.layers.0.mlp.experts.0.up_proj.weight"),
     ("deepseek_v3_tiny", put(f"{DEEPSEEK}.gate.e_score_correction_bias", lambda s: s.astype(np.int32)), {},
      r"e_score_correction_bias: got I32\[8\], expected BF16/F16/F32\[8\]"),
     ("deepseek_v3_tiny", None, dict(n_group=3), "n_group: got 3, expected a divisor of E = 8"),
@@ -274,7 +274,7 @@ FAULTS = [
      r"down_proj_blocks: got U8\[4, 64, 3, 8\], expected U8\[4, 64, 3, 16\]"),
     ("gpt_oss_mxfp4_tiny", put(f"{GPT}.down_proj_scales", lambda s: np.ascontiguousarray(s.swapaxes(1, 2))), {},
      r"down_proj_scales: got U8\[4, 3, 64\], expected U8/F8_E8M0\[4, 64, 3\]"),
-    ("gpt_oss_mxfp4_tiny", drop(f"{GPT}.gate_up_proj_blocks"), {}, f"1 tensors missing: {GPT}.gate_up_proj_blocks"),
+    ("gpt_oss_mxfp4_tiny", drop(f"{GPT}.gate_up_proj_blocks"), {}, f"1 tensor missing: {GPT}.gate_up_proj_blocks"),
     ("gpt_oss_mxfp4_tiny", None, dict(quantization_config=None), f"missing: {GPT}.gate_up_proj, {GPT}.down_proj"),
     ("gpt_oss_tiny", put(f"{GPT}.gate_up_proj", lambda w: np.ascontiguousarray(w.swapaxes(1, 2))), {},
      rf"{GPT}.gate_up_proj: got BF16\[4, 192, 64\], expected BF16/F16/F32\[4, 64, 192\]"),
@@ -333,7 +333,7 @@ def test_modules_that_stay_plain(tmp_path):
         block = load_moe_blocks(folder)[1]
         assert (block.experts.format, block.shared.format) == ("fp8_block128", "bf16")
         shutil.rmtree(folder)
-    with pytest.raises(CheckpointError, match=r"mixed types in 1 layers: 1.shared \(fp8_block128 and plain\)"):
+    with pytest.raises(CheckpointError, match=r"mixed types in 1 layer: 1.shared \(fp8_block128 and plain\)"):
         load_moe_blocks(edited(FIXTURES / "deepseek_v3_tiny", tmp_path, widen_one, quantization_config=quantised | {
             "modules_to_not_convert": [f"{DEEPSEEK}.shared_experts.up_proj"]}))
     shutil.rmtree(tmp_path / "edited")

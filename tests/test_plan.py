@@ -143,6 +143,7 @@ def test_it_says_when_fewer_gpus_are_faster(capsys):
     shown = text("--model qwen3-30b-a3b --devices 2 --batch 1", capsys)
     alone = one_gpu("qwen3-30b-a3b", "bf16", 1).step_us * 48
     assert f"One GPU alone makes {1e6 / alone:,.0f} tokens/s: more than this. Of the best: " in shown
+    assert "bf16, 1 token a step on" in shown
     assert "4 GPUs alone make" in text("--model qwen3-235b-a22b --devices 8 --batch 1", capsys)
     assert "alone" not in text("--model qwen3-30b-a3b --devices 2 --batch 4096", capsys)
 

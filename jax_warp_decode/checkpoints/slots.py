@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_warp_decode.checkpoints import reader
 from jax_warp_decode.checkpoints.names import MAX_NAMES, summary
-from jax_warp_decode.errors import ArgumentError, CheckpointError
+from jax_warp_decode.errors import ArgumentError, CheckpointError, counted
 from jax_warp_decode.experts import DENSE_FORMATS
 from jax_warp_decode.formats import QuantizedArray
 
@@ -137,20 +137,20 @@ def check(opened: reader.Folder, expected: Iterable[Slot], dtype: Any, unclaimed
     unexpected = [name for name in opened.tensors if name not in claimed and unclaimed(name)]
     problems = []
     if missing:
-        more = " or more" if len(missing) >= MAX_MISSING else ""
-        problems.append(f"{len(missing)}{more} tensors missing: {summary(missing)}")
+        number = f"{MAX_MISSING} or more tensors" if len(missing) >= MAX_MISSING else counted(len(missing), "tensor")
+        problems.append(f"{number} missing: {summary(missing)}")
     if unexpected and len(missing) < MAX_MISSING:
-        problems.append(f"{len(unexpected)} tensors unexpected: {summary(sorted(unexpected))}")
+        problems.append(f"{counted(len(unexpected), 'tensor')} unexpected: {summary(sorted(unexpected))}")
     if wrong:
         named = [f"{name}: {_difference(opened.tensors[name], slot)}"
                  for name, slot in itertools.islice(wrong.items(), MAX_NAMES)]
-        problems.append(f"{len(wrong)} tensors of the wrong shape or type: {summary(named, len(wrong))}")
+        problems.append(f"{counted(len(wrong), 'tensor')} of the wrong shape or type: {summary(named, len(wrong))}")
     if any(slot.part == "values" and opened.tensors[name].dtype in FLOATS for name, slot in wrong.items()):
         problems.append("modules that stay plain beside quantised ones must be named in modules_to_not_convert of the "
                         "quantization_config")
     if not problems and (mixed := _mixed(opened, slots, dtype)):
-        problems.append(f"experts of mixed types in {len(mixed)} layers: {summary(mixed)}, expected one type in "
-                        "a layer; dtype= converts plain ones")
+        problems.append(f"experts of mixed types in {counted(len(mixed), 'layer')}: {summary(mixed)}, expected one "
+                        "type in a layer; dtype= converts plain ones")
     if problems:
         raise CheckpointError(f"{opened.path}: {'; '.join(problems)}")
     return slots

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_warp_decode.errors import ArgumentError
+from jax_warp_decode.errors import ArgumentError, counted
 from jax_warp_decode.models.cache import RaggedCache
 from jax_warp_decode.models.decode_step import DecodeModel, DecoderWeights, decode_step, prefill
 from jax_warp_decode.models.sampling import SMALLEST, as_number, check_sampling, sample
@@ -180,9 +180,9 @@ def generate_ragged(
     longest, limit = max(map(len, prompts)), model.config.max_position_embeddings
     needed = longest + max_new_tokens
     if needed > limit:
-        raise ArgumentError(f"max_new_tokens: got {max_new_tokens} after a prompt of {longest} tokens, expected at "
-                            f"most {max(limit - longest, 0)}: the model's max_position_embeddings is {limit}; shorten "
-                            "the prompt or ask for less")
+        raise ArgumentError(f"max_new_tokens: got {max_new_tokens} after a prompt of {counted(longest, 'token')}, "
+                            f"expected at most {max(limit - longest, 0)}: the model's max_position_embeddings is "
+                            f"{limit}; shorten the prompt or ask for less")
     chunk = min(chunk, max(max_new_tokens - 1, 1))
     needed = longest + 1 + -(-(max_new_tokens - 1) // chunk) * chunk
     if max_len is None:

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike
 
-from jax_warp_decode.errors import ArgumentError
+from jax_warp_decode.errors import ArgumentError, counted
 from jax_warp_decode.models.cache import KVCache
 from jax_warp_decode.models.sampling import check_sampling, sample
 from jax_warp_decode.routers import static_integer
@@ -166,11 +166,11 @@ def generate(
     needed, limit = length + max_new_tokens, model.config.max_position_embeddings
     if length >= limit:
         raise ArgumentError(
-            f"prompt_tokens: got {length} tokens, expected at most {limit - 1}, so that one more fits: the model's "
-            f"max_position_embeddings is {limit}; shorten the prompt")
+            f"prompt_tokens: got {counted(length, 'token')}, expected at most {limit - 1}, so that one more fits: the "
+            f"model's max_position_embeddings is {limit}; shorten the prompt")
     if needed > limit:
         raise ArgumentError(
-            f"max_new_tokens: got {max_new_tokens} after a prompt of {length} tokens, expected at most "
+            f"max_new_tokens: got {max_new_tokens} after a prompt of {counted(length, 'token')}, expected at most "
             f"{limit - length}: the model's max_position_embeddings is {limit}; shorten the prompt or ask for less")
     max_len = needed if max_len is None else static_integer("max_len", max_len, "of at least 1")
     if not needed <= max_len <= limit:

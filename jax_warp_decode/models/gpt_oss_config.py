@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from jax_warp_decode.activations import Activation, SwiGLU
-from jax_warp_decode.errors import ArgumentError
+from jax_warp_decode.errors import ArgumentError, counted
 from jax_warp_decode.models.decoder_config import DecoderConfig
 from jax_warp_decode.models.mixtral_config import check_window
 from jax_warp_decode.models.rope import Yarn, read_rope
@@ -58,7 +58,7 @@ class GptOssConfig(DecoderConfig):
             object.__setattr__(self, "layer_types", tuple(KINDS[n % 2] for n in range(self.num_hidden_layers)))
         if len(self.layer_types) != self.num_hidden_layers or not set(self.layer_types) <= set(KINDS):
             raise ArgumentError(f"layer_types: got {show(self.layer_types)}, expected one of {KINDS} for each of "
-                                f"{self.num_hidden_layers} layers")
+                                f"{counted(self.num_hidden_layers, 'layer')}")
 
     @property
     def router(self) -> Router:
