@@ -293,7 +293,8 @@ SHARD = "model-00001-of-00003.safetensors"
 FAULTS = {
     # config.json
     "no folder": ("plain", shutil.rmtree, "no such folder; fetch a model with `hf download"),
-    "no config": ("plain", lambda f: (f / "config.json").unlink(), "config.json: no such file"),
+    "no config": ("plain", lambda f: (f / "config.json").unlink(),
+                  "config.json: no such file.*; is .* the folder of a model.$"),
     "config is cut off": ("plain", write("config.json", b'{"architectures": ['), "config.json: not a JSON object"),
     "config is a list": ("plain", write("config.json", b"[]"), "got list, expected an object"),
     "config is no text": ("plain", write("config.json", b"\xff\xfe\x00"), "config.json: not a JSON object"),

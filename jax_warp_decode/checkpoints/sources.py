@@ -22,8 +22,9 @@ def check_regular(path: pathlib.Path) -> None:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     if status is None or not stat.S_ISREG(status.st_mode):
+        way_out = f"is {path.parent} the folder of a model?" if path.name == "config.json" else "fetch it again"
         raise CheckpointError(f"{path}: no such file, or not a regular one, expected a file that a checkpoint folder "
-                              "has; fetch it again")
+                              f"has; {way_out}")
     if not status.st_size:
         raise CheckpointError(f"{path}: got a file of 0 bytes, expected one with content; fetch it again")
 
