@@ -142,7 +142,8 @@ def explain(experts: ExpertWeights, *, tokens: int, experts_per_token: int, x_dt
         shares, parts = sharding.size(sharding.expert_axis), sharding.size(sharding.token_axis)
         if not export.is_symbolic_dim(tokens) and static_integer("tokens", tokens, "of at least 0") % parts:
             raise ArgumentError(f"tokens: got {tokens}, expected a multiple of {parts}, the devices along token_axis = "
-                                f"{sharding.token_axis!r}; pad x, with -1 as the ids of the padding")
+                                f"{sharding.token_axis!r}; pad x, with -1 as the ids of the padding, or leave "
+                                "token_axis out of the sharding")
         tokens //= sharding.size(sharding.batch_axes)
     choice = choose(tokens, experts, experts_per_token=experts_per_token, x_dtype=x_dtype, strategy=strategy,
                     interpret=interpret, shares=shares)

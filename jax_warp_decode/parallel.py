@@ -218,7 +218,8 @@ def moe_sharded(x: jax.Array, routing: Routing, experts: ExpertWeights, sharding
     parts = sharding.size(sharding.token_axis)
     if parts > 1 and (x.ndim < 2 or x.shape[0] % parts):
         raise ArgumentError(f"x: got shape {x.shape}, expected a first axis that is a multiple of {parts}, the devices "
-                            f"along token_axis = {sharding.token_axis!r}; pad x, with -1 as the ids of the padding")
+                            f"along token_axis = {sharding.token_axis!r}; pad x, with -1 as the ids of the padding, or "
+                            "leave token_axis out of the sharding")
     _check_shared(x, shared, shared_weight, options)
     routing = batch_axes.matching(x, routing)  # here, where shapes are those of the whole
     if (k := routing.ids.shape[-1]) > experts.num_experts:
