@@ -15,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 import jax_warp_decode
-from jax_warp_decode import STRATEGIES, available_strategies, choose
+from jax_warp_decode import STRATEGIES, available_strategies, choose, tuned_table, tuning
 from jax_warp_decode.compat import JAX_WINDOW
 from jax_warp_decode.device import driver_cuda, in_window
-from jax_warp_decode.errors import ArgumentError, UnsupportedError
+from jax_warp_decode.errors import ArgumentError, UnsupportedError, counted
 from jax_warp_decode.experts import DENSE_FORMATS, ExpertWeights
 from jax_warp_decode.formats import FORMATS, quantize
 
@@ -94,6 +94,18 @@ def collect() -> Info:
                 strategies, formats)
 
 
+def tuned_file() -> str:
+    """The user's file of measured configurations, and what there is to say about it."""
+    if (kind := tuning.device_kind()) is None:
+        return "none is read without a GPU"
+    path = tuned_table.user_file(kind)
+    try:
+        table = tuned_table.user_table(kind)
+    except ArgumentError as error:
+        return f"NOT USABLE: {error}"
+    return f"{path}, {counted(len(table.entries()), 'measurement')}" if table else f"{path}, which does not exist"
+
+
 def print_facts(console: Console, facts: dict[str, str]) -> None:
     """Prints name and value, one fact a line: aligned and wrapped on a terminal, unwrapped elsewhere."""
     if not console.is_terminal:
@@ -117,6 +129,7 @@ def render(info: Info, console: Console) -> None:
     if driver := driver_cuda():
         facts["NVIDIA driver"] = f"knows CUDA up to {driver[0]}.{driver[1]}"
     facts["devices"] = ", ".join(info.devices)
+    facts["tuned file"] = tuned_file()
     print_facts(console, facts)
     console.print()
 

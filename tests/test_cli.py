@@ -17,7 +17,7 @@ from packaging.version import Version
 from rich.console import Console
 
 import jax_warp_decode
-from jax_warp_decode import cli, demo, info
+from jax_warp_decode import cli, demo, info, tuned_table, tuning
 from jax_warp_decode.checkpoints import save_qwen3_moe
 from jax_warp_decode.compat import JAX_WINDOW
 from jax_warp_decode.errors import ArgumentError
@@ -61,6 +61,22 @@ def test_info_says_what_runs_here(capsys):
     assert jax.__version__ in out and jax.devices()[0].device_kind in out
     for name in ("bf16", "f16", "f32", *FORMATS):  # warp_decode, shared_decode, expert_centric, reference
         assert re.search(rf"^{name} +no +no +yes +yes", out, re.M), name
+
+
+def test_info_says_which_tuned_file_is_read(capsys, monkeypatch, tmp_path):
+    told = lambda: re.search(r"^tuned file +(.+)$", run(capsys, "info")[1], re.M)[1]
+    assert told() == "none is read without a GPU"
+    monkeypatch.setattr(tuning, "device_kind", lambda: "NVIDIA H200")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(tuned_table.VARIABLE, raising=False)
+    path = tuned_table.user_file("NVIDIA H200")
+    assert told() == f"{path}, which does not exist"
+    tuned_table.write_entries(path, "NVIDIA H200", [])
+    assert told() == f"{path}, 0 measurements"
+    monkeypatch.setenv(tuned_table.VARIABLE, str(tmp_path / "mine.json"))
+    assert told().startswith(f"NOT USABLE: tuned configurations: {tmp_path / 'mine.json'} does not exist")
+    (tmp_path / "mine.json").write_text("{")
+    assert told().startswith(f"NOT USABLE: tuned configurations: {tmp_path / 'mine.json'} is no table")
 
 
 def test_info_says_why_warp_decode_cannot_run(capsys):
