@@ -45,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="tokens per step for which configurations are measured, and then the strategies that "
                              "'auto' chooses from (default: 1 2 4 8)")
     parser.add_argument("--switch", nargs="*", type=int, default=list(SWITCH), metavar="T",
-                        help="further tokens per step, for which only the strategies are measured (default: "
-                             f"{' '.join(map(str, SWITCH))})")
+                        help="further tokens per step, for which only the strategies are measured; the option alone: "
+                             f"none (default: {' '.join(map(str, SWITCH))})")
     parser.add_argument("--out", metavar="FILE",
                         help="file to write or to add to (default: $JAX_WARP_DECODE_TUNED, or the user's cache folder)")
 

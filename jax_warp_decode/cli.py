@@ -17,9 +17,9 @@ COMMANDS = {
     "info": ("info", "devices, versions, and what can run here, with the reason for what cannot"),
     "demo": ("demo", "complete a prompt with a small Mixture-of-Experts language model"),
     "generate": ("generate_command", "continue one prompt, or several at once, with tokens per second"),
-    "bench": ("bench_command", "how fast a model's experts run on this GPU, and how far that is from the limit"),
-    "profile": ("profile_command", "trace decode steps and say where each microsecond goes"),
-    "autotune": ("autotune", "measure configurations and strategies on this GPU, so that the fastest are taken"),
+    "bench": ("bench_command", "how fast a model's experts run here, and how far that is from the limit; needs a GPU"),
+    "profile": ("profile_command", "trace decode steps and say where each microsecond goes; needs a GPU"),
+    "autotune": ("autotune", "measure configurations and strategies, so that the fastest are taken; needs a GPU"),
     "plan": ("plan", "spread a model's experts over GPUs: memory, step time and the best split"),
     "convert": ("checkpoints.convert", "quantise the experts of a checkpoint folder"),
 }

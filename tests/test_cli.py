@@ -257,6 +257,16 @@ def test_a_model_that_the_demo_does_not_take_is_one_for_generate(capsys, name):
     assert code == 2 and "`jax-warp-decode generate --checkpoint` take it" in err and "load_moe_blocks" not in err
 
 
+@pytest.mark.parametrize("command", ["bench", "profile", "autotune"])
+def test_what_needs_a_gpu_says_so(capsys, command):
+    assert "needs a GPU" in " ".join(run(capsys, command, "--help")[1].split())
+
+
+def test_autotune_says_what_switch_alone_does(capsys):
+    assert "only the strategies are measured; the option alone: none" in " ".join(
+        run(capsys, "autotune", "--help")[1].split())
+
+
 def test_the_version(capsys):
     assert run(capsys, "--version") == (0, f"jax-warp-decode {jax_warp_decode.__version__}\n", "")
 
