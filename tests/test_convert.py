@@ -79,7 +79,7 @@ def test_converted_model_generates(tmp_path):
     ("gpt_oss_mxfp4_tiny", {}, ArgumentError, "folder: got experts in mxfp4, which are served as they are"),
     ("mixtral_tiny", {"weights": "fp4"}, ArgumentError, "weights: got 'fp4', expected one of .'mxfp8'."),
     ("mixtral_tiny", {"out": FIXTURES / "gpt_oss_tiny"}, ArgumentError, "holds config.json, model.safetensors; remove"),
-    ("mixtral_tiny", {"out": FIXTURES / "nowhere" / ".." / "mixtral_tiny"}, ArgumentError,
+    ("mixtral_tiny", {"out": FIXTURES / "gpt_oss_tiny" / ".." / "mixtral_tiny"}, ArgumentError,
      "out: got .*mixtral_tiny, the folder of the model itself, expected another one"),
     ("mixtral_tiny", {"out": FIXTURES / "mixtral_tiny" / "config.json"}, ArgumentError, "config.json is a file"),
     ("mixtral_tiny", {"out": ""}, ArgumentError, "out: got '', expected a path"),
